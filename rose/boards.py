@@ -1,0 +1,253 @@
+"""Shared-memory boards: how engines and rosed see each other without a message.
+
+A board is one page in a file under /dev/shm.  It has a single writer and any number of readers.
+The writer alternates between two slots; each slot carries a checksum over its sequence number and
+words, so that a torn read, a truncated file or a foreign layout is `Unknown`, never a wrong number.
+A bell (futex word) on the page lets one process wake another out of a bounded wait.
+
+Layout, little-endian: magic u64 | layout u32 | words u32 | owner pid i64 | owner start ticks i64 |
+sequence u64 | ... | slot 0 at 64 | slot 1 at 1024 | bell u32 at 3072.  Slot: sequence u64, words
+i64 x n, crc32 u64.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import platform
+import struct
+import zlib
+from pathlib import Path
+from typing import Generic, NamedTuple, TypeVar
+
+from rose.core.readings import GatePolicy, ReplicaReading, SlackReading, Unknown
+from rose.errors import RoseError
+from rose.units import NS_PER_S
+
+PAGE_BYTES = 4096
+_MAGIC = 0x3144_5242_4553_4F52  # "ROSEBRD1"
+_SEQUENCE_AT = 32
+_SLOTS_AT = (64, 1024)
+_BELL_AT = 3072
+_HEADER = struct.Struct("<QIIqqQ")
+_FUTEX_WAIT, _FUTEX_WAKE = 0, 1
+_FUTEX_CALL = {"x86_64": 202, "aarch64": 98}
+
+RecordT = TypeVar("RecordT", bound=tuple[int, ...])
+
+
+def process_start_ticks(pid: int) -> int:
+    """Start time of a process in clock ticks since boot (proc(5), field 22), or 0 if it is gone.
+
+    Pid and start time together name a process for ever; a pid alone is reused.
+    """
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return 0
+    fields = stat.rpartition(")")[2].split()
+    return 0 if fields[0] in "ZX" else int(fields[19])
+
+
+class Owner(NamedTuple):
+    """The process that writes a board."""
+
+    pid: int
+    start_ticks: int
+
+    def alive(self) -> bool:
+        """Whether that very process still runs (a zombie does not)."""
+        return self.start_ticks != 0 and process_start_ticks(self.pid) == self.start_ticks
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("tv_sec", ctypes.c_long), ("tv_nsec", ctypes.c_long))
+
+
+class Bell:
+    """A futex word: `wait` sleeps until somebody rings or the time is over.  Waiting frees the GIL."""
+
+    def __init__(self, page: mmap.mmap) -> None:
+        self._word = ctypes.c_uint32.from_buffer(page, _BELL_AT)
+        self._address = ctypes.byref(self._word)
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        self._call = _FUTEX_CALL.get(platform.machine())
+        if self._call is None:
+            raise RoseError(f"no futex number known for {platform.machine()}", "run on x86_64 or aarch64")
+
+    @property
+    def count(self) -> int:
+        """Number of rings so far, modulo 2^32."""
+        return int(self._word.value)
+
+    def ring(self) -> None:
+        """Wake every process that waits on this bell."""
+        self._word.value = (self._word.value + 1) & 0xFFFF_FFFF
+        self._libc.syscall(self._call, self._address, _FUTEX_WAKE, 0x7FFF_FFFF, None, None, 0)
+
+    def wait(self, seen: int, timeout_ns: int) -> None:
+        """Sleep while the count still is `seen`, at most `timeout_ns`."""
+        if timeout_ns <= 0:
+            return
+        limit = _Timespec(timeout_ns // NS_PER_S, timeout_ns % NS_PER_S)
+        expected = ctypes.c_uint32(seen)
+        self._libc.syscall(self._call, self._address, _FUTEX_WAIT, expected, ctypes.byref(limit), None, 0)
+
+
+class _Mapping:
+    """One mapped board page; subclasses add the reading or the writing side."""
+
+    def __init__(self, path: Path, kind: type[RecordT], *, create: bool) -> None:
+        self.path = path
+        self._kind = kind
+        self._words = len(kind._fields)  # type: ignore[attr-defined]
+        self._layout = zlib.crc32(",".join((kind.__name__, *kind._fields)).encode())  # type: ignore[attr-defined]
+        self._slot = struct.Struct(f"<Q{self._words}q")
+        if self._slot.size + 8 > _SLOTS_AT[1] - _SLOTS_AT[0]:
+            raise RoseError(f"{kind.__name__} does not fit in a board slot")
+        flags = os.O_RDWR | (os.O_CREAT if create else 0)
+        descriptor = os.open(path, flags, 0o600)
+        try:
+            if create and os.fstat(descriptor).st_size < PAGE_BYTES:
+                os.ftruncate(descriptor, PAGE_BYTES)
+            self._page = mmap.mmap(descriptor, PAGE_BYTES)
+        finally:
+            os.close(descriptor)
+        self.bell = Bell(self._page)
+
+
+class BoardWriter(_Mapping, Generic[RecordT]):
+    """The one writer of a board.
+
+    Raises OSError when the file cannot be made.
+    """
+
+    def __init__(self, path: Path, kind: type[RecordT]) -> None:
+        super().__init__(path, kind, create=True)
+        pid = os.getpid()
+        self._sequence = int.from_bytes(self._page[_SEQUENCE_AT : _SEQUENCE_AT + 8], "little")
+        _HEADER.pack_into(
+            self._page, 0, _MAGIC, self._layout, self._words, pid, process_start_ticks(pid), self._sequence
+        )
+
+    def publish(self, record: RecordT) -> None:
+        """Make `record` what every reader sees."""
+        sequence = self._sequence + 1
+        offset = _SLOTS_AT[sequence & 1]
+        end = offset + self._slot.size
+        self._slot.pack_into(self._page, offset, sequence, *record)
+        self._page[end : end + 8] = zlib.crc32(self._page[offset:end]).to_bytes(8, "little")
+        self._page[_SEQUENCE_AT : _SEQUENCE_AT + 8] = sequence.to_bytes(8, "little")
+        self._sequence = sequence
+
+
+class BoardReader(_Mapping, Generic[RecordT]):
+    """One reader of a board.
+
+    Raises FileNotFoundError (or another OSError, or ValueError for a file shorter than a page) when the
+    board is not there; use `open_board` for a reader that waits for its board.
+    """
+
+    def __init__(self, path: Path, kind: type[RecordT]) -> None:
+        super().__init__(path, kind, create=False)
+
+    @property
+    def owner(self) -> Owner:
+        """The process that writes this board now."""
+        _, _, _, pid, start, _ = _HEADER.unpack_from(self._page, 0)
+        return Owner(pid, start)
+
+    def read(self) -> RecordT | Unknown:
+        """The latest record, or why there is none (`board_empty`, `board_torn`, `board_foreign`)."""
+        magic, layout, _, _, _, sequence = _HEADER.unpack_from(self._page, 0)
+        if magic != _MAGIC or layout != self._layout:
+            return Unknown("board_foreign")
+        for _ in range(3):
+            if sequence == 0:
+                return Unknown("board_empty")
+            offset = _SLOTS_AT[sequence & 1]
+            end = offset + self._slot.size
+            image = self._page[offset : end + 8]
+            if zlib.crc32(image[:-8]) == int.from_bytes(image[-8:], "little"):
+                seen, *words = self._slot.unpack_from(image)
+                if seen == sequence:
+                    return self._kind(*words)
+            sequence = int.from_bytes(self._page[_SEQUENCE_AT : _SEQUENCE_AT + 8], "little")
+        return Unknown("board_torn")
+
+
+class WatchedBoard(Generic[RecordT]):
+    """A reader that copes with a board that is not there yet, went away, or was replaced.
+
+    `read(now_ns, limit_ns)` never raises: it answers `Unknown` with `board_missing`, `board_truncated`,
+    `board_stale` (record older than `limit_ns`, where word 0 is a stamp; None skips the check) or
+    `owner_gone`.  The owner's life is checked at most every `owner_check_ns`, as that costs a system call.
+    """
+
+    def __init__(self, path: Path, kind: type[RecordT], *, owner_check_ns: int = 50_000_000) -> None:
+        self.path = path
+        self._kind = kind
+        self._owner_check_ns = owner_check_ns
+        self._owner_checked_ns = 0
+        self._reader: BoardReader[RecordT] | None = None
+        self._inode = 0
+        self._fault = "board_missing"
+
+    @property
+    def bell(self) -> Bell | None:
+        """The bell on the board's page, once the board is there."""
+        return self._reader.bell if self._reader else None
+
+    def _check_owner(self, now_ns: int) -> None:
+        if self._reader is not None and now_ns - self._owner_checked_ns < self._owner_check_ns:
+            return
+        self._owner_checked_ns = now_ns
+        try:
+            status = os.stat(self.path)
+            if status.st_size < PAGE_BYTES:
+                self._reader, self._fault = None, "board_truncated"
+                return
+            if self._reader is None or status.st_ino != self._inode:
+                self._reader, self._inode = BoardReader(self.path, self._kind), status.st_ino
+        except (OSError, ValueError):
+            self._reader, self._fault = None, "board_missing"
+            return
+        self._fault = "" if self._reader.owner.alive() else "owner_gone"
+
+    def read(self, now_ns: int, limit_ns: int | None) -> RecordT | Unknown:
+        """The latest record if it is younger than `limit_ns` and its owner lives, else why not."""
+        self._check_owner(now_ns)
+        if self._reader is None or self._fault:
+            return Unknown(self._fault)
+        record = self._reader.read()
+        if isinstance(record, Unknown) or limit_ns is None:
+            return record
+        age_ns = now_ns - record[0]
+        if age_ns > limit_ns or age_ns < -NS_PER_S:
+            return Unknown("board_stale" if age_ns > 0 else "clock_jumped", age_ns)
+        return record
+
+
+class BoardPaths(NamedTuple):
+    """Where the boards of a host live; `run_dir` is under /dev/shm on every host."""
+
+    run_dir: Path
+
+    def slack(self, serving: str) -> Path:
+        """SlackReading of the serving engine named `serving`."""
+        return self.run_dir / f"slack-{serving}.board"
+
+    def gate(self, replica: str) -> Path:
+        """GatePolicy for one rollout engine."""
+        return self.run_dir / f"gate-{replica}.board"
+
+    def replica(self, replica: str) -> Path:
+        """ReplicaReading of one rollout engine."""
+        return self.run_dir / f"replica-{replica}.board"
+
+
+__all__ = [
+    "Bell", "BoardPaths", "BoardReader", "BoardWriter", "GatePolicy", "Owner", "ReplicaReading",
+    "SlackReading", "WatchedBoard", "process_start_ticks",
+]  # fmt: skip

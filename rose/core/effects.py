@@ -1,0 +1,149 @@
+"""What machines decide: data for a driver to carry out, in order.
+
+A machine never does anything itself.  Effects of one `step` are to be done in list order; a driver
+reports every outcome back as an event.  All are idempotent or carry an id or a revision.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from rose.core.readings import GatePolicy
+from rose.units import JobId, NodeId, ReplicaId, TrajectoryId, TurnId, WeightVersion
+
+
+class Effect(msgspec.Struct, frozen=True, tag=True):
+    """Base of all effects."""
+
+
+class Say(Effect, frozen=True):
+    """One log line for the operator, with a stable reason code and what it concerns."""
+
+    level: str
+    code: str
+    text: str
+    subject: str = ""
+
+
+# ---- node machine (rosed) -----------------------------------------------------------------------
+
+
+class StartEngine(Effect, frozen=True):
+    """Spawn the replica's engine process (attempt number for the log); answer EngineStarted."""
+
+    replica: ReplicaId
+    attempt: int
+
+
+class StopEngine(Effect, frozen=True):
+    """End the replica's engine process: terminate, then kill after `grace_ns`; answer EngineExited."""
+
+    replica: ReplicaId
+    grace_ns: int
+    reason: str
+
+
+class PublishGate(Effect, frozen=True):
+    """Write the policy on the replica's gate board and ring its bell.
+
+    The driver renews `alive_until_ns` between decisions as long as its own loop is healthy.
+    """
+
+    replica: ReplicaId
+    policy: GatePolicy
+
+
+class PullVersion(Effect, frozen=True):
+    """Pull a version's files from the relay into the host store; answer VersionStaged or VersionStageFailed."""
+
+    job: JobId
+    version: WeightVersion
+    base_version: WeightVersion
+
+
+class ApplyVersion(Effect, frozen=True):
+    """Have an engine go from `base_version` to `version`; answer WeightsApplied or WeightsRefused.
+
+    `abort_in_flight`: requests in flight are aborted and resume elsewhere (staleness 0), else kept.
+    """
+
+    replica: ReplicaId
+    version: WeightVersion
+    base_version: WeightVersion
+    path: str
+    abort_in_flight: bool
+
+
+class ReportNow(Effect, frozen=True):
+    """Send the scheduler a heartbeat at once, as something it routes by has changed."""
+
+
+NodeEffect = (
+    Say | StartEngine | StopEngine | PublishGate | PullVersion | ApplyVersion | ReportNow
+)  # fmt: skip
+
+
+# ---- cluster machine (rose-scheduler) -----------------------------------------------------------
+
+
+class DispatchTurn(Effect, frozen=True):
+    """Send the turn to a replica, with the tokens kept from earlier attempts; `why` names the routing rule."""
+
+    turn: TurnId
+    replica: ReplicaId
+    attempt: int
+    why: str
+
+
+class StopTurn(Effect, frozen=True):
+    """Abort the turn's attempt on a replica (it stalled, must move, or its client is gone)."""
+
+    turn: TurnId
+    replica: ReplicaId
+    reason: str
+
+
+class FailTurn(Effect, frozen=True):
+    """Answer the turn with an error: it can never be served (unknown job, too long, stale)."""
+
+    turn: TurnId
+    status: int
+    code: str
+    text: str
+
+
+class GrantLease(Effect, frozen=True):
+    """Promise a replica to a job."""
+
+    node: NodeId
+    replica: ReplicaId
+    job: JobId
+    lease: int
+
+
+class RevokeLease(Effect, frozen=True):
+    """Take the promise back."""
+
+    node: NodeId
+    replica: ReplicaId
+    job: JobId
+    lease: int
+    reason: str
+
+
+class TellStep(Effect, frozen=True):
+    """Tell a node that a job's RL step began."""
+
+    node: NodeId
+    job: JobId
+    rl_step: int
+    required_version: WeightVersion
+
+
+class ForgetTrajectory(Effect, frozen=True):
+    """The trajectory's pin is gone (its replica left)."""
+
+    trajectory: TrajectoryId
+
+
+ClusterEffect = Say | DispatchTurn | StopTurn | FailTurn | GrantLease | RevokeLease | TellStep | ForgetTrajectory

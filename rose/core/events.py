@@ -1,0 +1,307 @@
+"""What can happen: the inputs of the node machine and the cluster machine.
+
+Machines are sans-IO: `machine.step(event, now_ns) -> list[effect]`.  Events are frozen structs, tagged
+with their name, so that a journal of (now, event, effects) replays bit for bit.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from rose.core.readings import ReplicaReading, SlackReading, Unknown
+from rose.units import JobId, NodeId, ReplicaId, TrajectoryId, TurnId, WeightVersion
+
+
+class Event(msgspec.Struct, frozen=True, tag=True):
+    """Base of all events."""
+
+
+class Tick(Event, frozen=True):
+    """Time passed; machines check their deadlines."""
+
+
+# ---- node machine (rosed) -----------------------------------------------------------------------
+
+
+class ServingObserved(Event, frozen=True):
+    """The serving engine's board, and the health of its HTTP port as last probed."""
+
+    slack: SlackReading | Unknown
+    healthy: bool | Unknown
+
+
+class ReplicaObserved(Event, frozen=True):
+    """A rollout engine's board was read."""
+
+    replica: ReplicaId
+    reading: ReplicaReading | Unknown
+
+
+class MemoryObserved(Event, frozen=True):
+    """Device memory in use by the serving engine and free on the device."""
+
+    serving_bytes: int | Unknown
+    free_bytes: int | Unknown
+    total_bytes: int | Unknown
+
+
+class EngineStarted(Event, frozen=True):
+    """The process exists; it does not answer yet."""
+
+    replica: ReplicaId
+    pid: int
+
+
+class EngineReady(Event, frozen=True):
+    """The engine answers its health probe, and says which weights it runs."""
+
+    replica: ReplicaId
+    weight_version: WeightVersion
+    adopted: bool = False
+
+
+class EngineExited(Event, frozen=True):
+    """The process ended, or never became ready (`code` None)."""
+
+    replica: ReplicaId
+    code: int | None
+    reason: str
+
+
+class VersionAvailable(Event, frozen=True):
+    """The relay has a committed version for our job."""
+
+    job: JobId
+    version: WeightVersion
+
+
+class VersionStaged(Event, frozen=True):
+    """All files of a version lie verified on this host; `path` is its directory."""
+
+    job: JobId
+    version: WeightVersion
+    base_version: WeightVersion
+    path: str
+
+
+class VersionStageFailed(Event, frozen=True):
+    """A version could not be pulled or did not verify; nothing changed."""
+
+    job: JobId
+    version: WeightVersion
+    reason: str
+
+
+class WeightsApplied(Event, frozen=True):
+    """An engine runs `version`; its live digests equal the manifest's."""
+
+    replica: ReplicaId
+    version: WeightVersion
+
+
+class WeightsRefused(Event, frozen=True):
+    """An engine kept `version_held`; it refused or failed to apply `version`."""
+
+    replica: ReplicaId
+    version: WeightVersion
+    version_held: WeightVersion | None
+    reason: str
+
+
+class SchedulerConnected(Event, frozen=True):
+    """The scheduler accepted our registration."""
+
+    session: str
+
+
+class SchedulerLost(Event, frozen=True):
+    """The scheduler has been silent too long.  Replicas stay as they are."""
+
+
+class StepBegan(Event, frozen=True):
+    """A job began RL step `rl_step`; its turns need `required_version`.  Thaws frozen budgets."""
+
+    job: JobId
+    rl_step: int
+    required_version: WeightVersion
+
+
+class ReclaimRequested(Event, frozen=True):
+    """Take memory back from a replica now, as if serving had come under pressure (drill or operator)."""
+
+    replica: ReplicaId
+    reason: str
+
+
+class GateOverridden(Event, frozen=True):
+    """The operator set a replica's gate mode (a GateMode), or took the override back (None)."""
+
+    replica: ReplicaId
+    mode: int | None
+
+
+class DrainRequested(Event, frozen=True):
+    """Take a replica out of use (or back into use): no new turns, and say so to the scheduler."""
+
+    replica: ReplicaId
+    drain: bool
+
+
+class ShutdownRequested(Event, frozen=True):
+    """Stop every engine this node started; leave the serving engine alone."""
+
+
+NodeEvent = (
+    Tick | ServingObserved | ReplicaObserved | MemoryObserved | EngineStarted | EngineReady | EngineExited
+    | VersionAvailable | VersionStaged | VersionStageFailed | WeightsApplied | WeightsRefused
+    | SchedulerConnected | SchedulerLost | StepBegan | ReclaimRequested | GateOverridden | DrainRequested
+    | ShutdownRequested
+)  # fmt: skip
+
+
+# ---- cluster machine (rose-scheduler) -----------------------------------------------------------
+
+
+class ReplicaReport(msgspec.Struct, frozen=True):
+    """What a node says of one replica, in its registration and in every heartbeat."""
+
+    replica: ReplicaId
+    kind: str
+    """`dedicated` or `opportunistic`."""
+    state: str
+    """A `rose.core.node.ReplicaState` value; turns are sent only to `ready` ones."""
+    url: str
+    model: str
+    weight_version: WeightVersion
+    updating: bool = False
+    gate_open: bool | None = None
+    """None: not known (counts as closed)."""
+    kv_budget_tokens: int = 0
+    kv_used_tokens: int = 0
+    context_tokens_max: int = 0
+    serving_kv_used_share: float | None = None
+    device: str = ""
+    """Identity of the serving device lent (for `at most one job per serving GPU`); empty if dedicated."""
+
+
+class NodeRegistered(Event, frozen=True):
+    """A node came, or came back with a new `session`."""
+
+    node: NodeId
+    session: str
+    replicas: tuple[ReplicaReport, ...]
+
+
+class NodeHeartbeat(Event, frozen=True):
+    """A node's periodic report; `sequence` grows within a session, older ones are dropped."""
+
+    node: NodeId
+    session: str
+    sequence: int
+    replicas: tuple[ReplicaReport, ...]
+
+
+class NodeLeft(Event, frozen=True):
+    """A node said goodbye."""
+
+    node: NodeId
+    session: str
+
+
+class JobSubmitted(Event, frozen=True):
+    """An RL job asks for replicas."""
+
+    job: JobId
+    model: str
+    n_rl: int
+    n_serving_max: int
+    staleness_max: int = 0
+    trajectories_per_replica_max: int = 16
+
+
+class JobEnded(Event, frozen=True):
+    """The job is over; its leases end."""
+
+    job: JobId
+
+
+class JobStepBegan(Event, frozen=True):
+    """The job began an RL step on `required_version`; idempotent per (job, rl_step)."""
+
+    job: JobId
+    rl_step: int
+    required_version: WeightVersion
+
+
+class JobStepEnded(Event, frozen=True):
+    """Rollouts of the step are complete."""
+
+    job: JobId
+    rl_step: int
+
+
+class VersionPublished(Event, frozen=True):
+    """The trainer committed a version to the relay."""
+
+    job: JobId
+    version: WeightVersion
+
+
+class TurnArrived(Event, frozen=True):
+    """An agent asked for one LLM call."""
+
+    turn: TurnId
+    job: JobId
+    trajectory: TrajectoryId
+    prompt_tokens: int
+    """As far as known at arrival (characters/4 for text); only used to weigh load."""
+    tokens_max: int
+    group: str = ""
+    version_min: WeightVersion | None = None
+
+
+class TurnProgressed(Event, frozen=True):
+    """The attempt on `replica` produced tokens (liveness is token progress, not wall time)."""
+
+    turn: TurnId
+    replica: ReplicaId
+    tokens: int
+
+
+class TurnFinished(Event, frozen=True):
+    """The answer is complete."""
+
+    turn: TurnId
+    replica: ReplicaId
+    tokens: int
+
+
+class TurnInterrupted(Event, frozen=True):
+    """The attempt on `replica` ended early: budget cut, weight update, engine gone, connection lost."""
+
+    turn: TurnId
+    replica: ReplicaId
+    reason: str
+    tokens: int
+    """Tokens of this attempt that the gateway kept."""
+
+
+class TurnCancelled(Event, frozen=True):
+    """The client went away."""
+
+    turn: TurnId
+
+
+class ReplicaDrainRequested(Event, frozen=True):
+    """The operator drains (or undrains) a replica."""
+
+    replica: ReplicaId
+    drain: bool
+
+
+ClusterEvent = (
+    Tick | NodeRegistered | NodeHeartbeat | NodeLeft | JobSubmitted | JobEnded | JobStepBegan | JobStepEnded
+    | VersionPublished | TurnArrived | TurnProgressed | TurnFinished | TurnInterrupted | TurnCancelled
+    | ReplicaDrainRequested
+)  # fmt: skip
+

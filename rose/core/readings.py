@@ -1,0 +1,154 @@
+"""What the machines observe: shared-memory records, and `Unknown` for what could not be observed.
+
+Unknown is not idle.  A reading that is missing, stale, torn or contradictory is `Unknown(reason)`,
+never zero; admission treats it as no headroom.
+
+The three records live on shared-memory boards (`rose.boards`), one writer each.  They are
+NamedTuples of plain ints (64-bit signed words), so that publishing one is a single pack.
+Instants are CLOCK_MONOTONIC nanoseconds; `NEVER` stands for "no such deadline".
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import NamedTuple
+
+import msgspec
+
+NEVER = 1 << 62
+"""A deadline that does not exist (no request waits for it)."""
+
+
+class Unknown(msgspec.Struct, frozen=True):
+    """A reading that could not be had.
+
+    `reason` is a stable snake_case code (`board_missing`, `board_stale`, `board_torn`,
+    `serving_gone`, `metrics_missing`, ...); `age_ns` is the age of the last good reading, if any.
+    """
+
+    reason: str
+    age_ns: int | None = None
+
+    def __str__(self) -> str:
+        return self.reason if self.age_ns is None else f"{self.reason} age={self.age_ns / 1e9:.1f}s"
+
+
+class GateMode(IntEnum):
+    """How a replica's gate decides; set by rosed, obeyed by the rollout engine."""
+
+    CLOSED = 0
+    STRICT = 1
+    """Open only while the serving engine is idle."""
+    SLACK = 2
+    """Open while the next rollout step fits in every slack (not implemented yet: treated as STRICT)."""
+    OPEN = 3
+    """Always open: a dedicated replica, or the `naive` mode of the benchmark."""
+
+
+class GateReason(IntEnum):
+    """Why the gate is as it is.  Names are stable: `rose status` prints them in lower case."""
+
+    OPEN_IDLE = 0
+    OPEN_FORCED = 1
+    OPEN_SLACK = 2
+    CLOSED_BY_OPERATOR = 10
+    SERVING_WAITING = 11
+    """A serving request waits for its prefill."""
+    SERVING_RUNNING = 12
+    SLACK_TOO_SMALL = 13
+    BOARD_UNKNOWN = 20
+    """The serving board is missing, torn, stale, or its owner is gone."""
+    ROSED_GONE = 21
+    """rosed stopped renewing `GatePolicy.alive_until_ns`."""
+    POLICY_UNKNOWN = 22
+    CLOCK_JUMPED = 23
+
+
+class SlackReading(NamedTuple):
+    """Serving engine -> everybody: how much time its requests have left.  Source: paper section on slack."""
+
+    stamp_ns: int
+    waiting: int
+    """Requests that wait for their first scheduling."""
+    running: int
+    pending_prefill_tokens: int
+    kv_used_blocks: int
+    kv_total_blocks: int
+    ttft_deadline_ns: int
+    """Earliest instant by which some request must have its first token, or NEVER."""
+    tpot_deadline_ns: int
+    """Earliest instant by which some decode must have its next token, or NEVER."""
+    in_step: int
+    """1 between `schedule` and `update_from_output` of a non-empty step."""
+    step_start_ns: int
+    step_end_ns: int
+    steps: int
+    busy_ns: int
+    """Sum of the durations of all non-empty steps."""
+    prefill_p99_ns: int
+    """Upper quantile of observed time from first schedule to first token; 0 until one was seen."""
+    arrivals: int
+    preemptions: int
+    overhead_ns: int
+    """Cost of the latest publication."""
+
+
+class GatePolicy(NamedTuple):
+    """rosed -> one rollout engine: what it may do."""
+
+    revision: int
+    mode: int
+    """A GateMode."""
+    token_cap: int
+    """Most tokens a step may schedule while the gate is open; 0 means the engine's own limit."""
+    kv_budget_blocks: int
+    """Blocks the engine may hold; 0 means all it has."""
+    rl_step: int
+    alive_until_ns: int
+    """The gate closes by itself past this instant, unless rosed renews it."""
+    ttft_slo_ns: int
+    tpot_slo_ns: int
+    margin_ns: int
+
+
+class LimitStatus(IntEnum):
+    """Answer of a rollout engine to the revision it was asked to obey."""
+
+    APPLIED = 0
+    DEFERRED = 1
+    STALE = 2
+    CONFLICT = 3
+
+
+class ReplicaReading(NamedTuple):
+    """One rollout engine -> rosed: what it does."""
+
+    stamp_ns: int
+    policy_revision: int
+    """Latest GatePolicy revision obeyed."""
+    limit_status: int
+    gate_open: int
+    gate_reason: int
+    token_cap: int
+    kv_total_blocks: int
+    kv_budget_blocks: int
+    kv_used_blocks: int
+    running: int
+    waiting: int
+    steps: int
+    empty_steps: int
+    tokens: int
+    """Tokens scheduled since start (prefill and decode)."""
+    aborted_requests: int
+    """Requests ended by KV budget cuts since start."""
+    rejected_requests: int
+    gate_transitions: int
+    open_ns: int
+    closed_ns: int
+    step_start_ns: int
+    step_end_ns: int
+    busy_ns: int
+    overhead_p50_ns: int
+    overhead_p99_ns: int
+    weight_version: int
+    """Version of the weights in use, as set by the last committed update."""
