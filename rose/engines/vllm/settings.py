@@ -1,0 +1,68 @@
+"""Settings that rosed (or an operator) hands to the plugin inside an engine, through its environment.
+
+No vLLM import here: rosed writes these, the engine's processes read them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from rose.boards import BoardPaths
+from rose.errors import ConfigError
+
+_PREFIX = "ROSE_ENGINE_"
+
+
+class PluginSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the plugin of one engine needs to know.  Each field is the variable ROSE_ENGINE_<FIELD>."""
+
+    role: Literal["serving", "rollout"]
+    name: str
+    """Name of the serving engine, or id of the replica: names its board."""
+    run_dir: str
+    token_file: str
+    """File that holds the bearer token of our endpoints (mode 0600)."""
+    serving_name: str = ""
+    """Rollout only: the serving engine whose slack is obeyed; empty for a dedicated replica."""
+    ttft_slo_ms: float = 250
+    tpot_slo_ms: float = 60
+    board_stale_ms: float = 1000
+    worker_cpus: str = ""
+    """Cores of the worker processes, comma-separated; empty leaves their affinity alone."""
+    worker_idle_priority: bool = False
+    """Run the workers under SCHED_IDLE."""
+    allow_untested: bool = False
+    """Load beside a vLLM release that was not tested."""
+
+    @property
+    def boards(self) -> BoardPaths:
+        """Paths of this host's boards."""
+        return BoardPaths(Path(self.run_dir))
+
+    def to_environ(self) -> dict[str, str]:
+        """The variables to start the engine with."""
+        texts: dict[str, str] = {}
+        for field in self.__struct_fields__:
+            value = getattr(self, field)
+            texts[_PREFIX + field.upper()] = str(int(value)) if isinstance(value, bool) else str(value)
+        return texts
+
+    @classmethod
+    def from_environ(cls, environ: Mapping[str, str] = os.environ) -> PluginSettings | None:
+        """The settings, or None when this engine was not started with ROSE.  Raises ConfigError."""
+        fields = {
+            name.removeprefix(_PREFIX).lower(): value
+            for name, value in environ.items()
+            if name.startswith(_PREFIX)
+        }
+        if not fields:
+            return None
+        try:
+            return msgspec.convert(fields, cls, strict=False)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"{_PREFIX}*: {error}") from None
