@@ -1,5 +1,8 @@
 """`rose.toml` and ROSE_* variables -> one frozen configuration.
 
+The docstring under each key is its documentation: `rose init` prints it above the key.
+
+
 Precedence: ROSE_<SECTION>__<KEY> in the environment, then the file, then the defaults here.  Every error
 names the file, the key and what would be accepted; unknown keys are errors, not silence.
 """
@@ -14,6 +17,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from rose.config_rules import check
 from rose.errors import ConfigError
 from rose.units import JobId, NodeId, ReplicaId
 
@@ -27,9 +31,10 @@ class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 class NodeConfig(_Section, frozen=True):
-    """This host's daemon."""
+    """This host's daemon, rosed."""
 
     id: NodeId = NodeId("node-0")
+    """Name of this host, unique among the hosts of one rose-scheduler."""
     state_dir: str = "/var/lib/rose"
     """Host store of weights, journals, logs of engines."""
     run_dir: str = "/dev/shm/rose"
@@ -39,20 +44,36 @@ class NodeConfig(_Section, frozen=True):
     token_file: str = ""
     """Secret shared with the engines of this host (mode 0600); empty means `<state_dir>/engine.token`."""
     tick_ms: float = 50
+    """Period of the control loop: observe, decide, renew the gates."""
     gate_lease_ms: float = 1000
     """Gates close by themselves when rosed has not renewed them for this long."""
     heartbeat_ms: float = 1000
+    """Period of the reports to rose-scheduler."""
     engine_start_timeout_s: float = 300
+    """An engine that does not answer its health probe by then counts as dead."""
     engine_stop_grace_s: float = 10
+    """Time an engine has to end by itself before it is killed."""
     restart_backoff_s: float = 2
+    """Wait before a dead engine is started again; doubles up to the next key."""
     restart_backoff_max_s: float = 60
+    """Longest wait before a dead engine is started again."""
+    weights_timeout_s: float = 120
+    """Deadline of one pull of a weight version, and of one update of an engine."""
+    metrics_port: int = 0
+    """Port of the Prometheus endpoint on 127.0.0.1; 0 means none."""
+    log_bytes_max: int = 16 << 20
+    """Size at which the log of an engine is rotated; one old file is kept."""
+    journal_bytes_max: int = 32 << 20
+    """Size at which the journal of decisions is rotated; one old file is kept."""
 
 
 class DeviceConfig(_Section, frozen=True):
     """The accelerator that serving and rollout share; on a CPU host, the cores that play it."""
 
     kind: Literal["cpu", "cuda"] = "cpu"
+    """`cpu` or `cuda`."""
     id: str = "cpu-0"
+    """Name of the device, unique in the cluster: at most one job borrows it."""
     cpus: tuple[int, ...] = (0,)
     """Cores the engines' workers share (kind cpu)."""
     memory_bytes: int = 0
@@ -63,33 +84,46 @@ class ServingConfig(_Section, frozen=True):
     """The serving engine on this host.  ROSE observes it; it never starts, stops or restarts it."""
 
     name: str = "serving"
+    """Name the serving engine's plugin was given; names its board."""
     url: str = ""
-    """Empty: no serving engine here (a host of dedicated replicas)."""
+    """Its base URL; empty: no serving engine here (a host of dedicated replicas)."""
     ttft_slo_ms: float = 250
+    """Budget of the time to the first token."""
     tpot_slo_ms: float = 60
+    """Budget of the time per output token after the first."""
+    probe_ms: float = 1000
+    """Period of the health probe and of the reading of its metrics."""
 
 
 class ReplicaConfig(_Section, frozen=True):
     """One rollout engine that rosed starts on this host."""
 
     id: ReplicaId
+    """Name of the replica, unique among all hosts."""
     kind: Literal["opportunistic", "dedicated"]
+    """`opportunistic` shares the serving device and obeys its gate; `dedicated` has its own."""
     model: str
     """Checkpoint directory of version 0."""
     served_name: str = "rollout"
+    """Model name that clients ask for."""
     host: str = "127.0.0.1"
+    """Address the engine listens on."""
     port: int = 0
+    """Port the engine listens on; 0 takes a free one."""
     cpus: tuple[int, ...] = ()
-    """Cores of the engine's worker (kind cpu)."""
+    """Cores of the engine's worker (kind cpu); empty means the device's."""
     api_cpus: tuple[int, ...] = ()
-    """Cores of its API server and core loop."""
+    """Cores of its API server and core loop; empty leaves their affinity alone."""
     idle_priority: bool = False
     """Run the worker under SCHED_IDLE (kind cpu)."""
     kv_blocks: int = 0
     """KV blocks to allocate; 0 lets vLLM choose."""
     block_tokens: int = 32
+    """Tokens in a KV block."""
     context_tokens_max: int = 2048
+    """Longest context, prompt and answer together."""
     sequences_max: int = 16
+    """Most requests that run at once."""
     engine_args: tuple[str, ...] = ()
     """More arguments for the vLLM server."""
 
@@ -100,17 +134,22 @@ class AdmissionConfig(_Section, frozen=True):
     mode: Literal["strict", "closed", "open"] = "strict"
     """strict: only while serving is idle.  open harms serving: for benchmarks."""
     token_cap: int = 512
+    """Most rollout tokens in one step of an open gate."""
     margin_ms: float = 5
+    """Safety margin on every predicted duration."""
     board_stale_ms: float = 1000
+    """A board older than this is unknown, and closes the gate."""
 
 
 class MemoryConfig(_Section, frozen=True):
     """Serving-first memory sharing."""
 
     headroom_share: float = 0.2
+    """Share of the device's memory that is kept for serving."""
     cut_share: float = 0.5
     """Share of the KV budget that remains after an emergency cut."""
     kv_budget_blocks_min: int = 4
+    """A cut never goes below this many KV blocks."""
 
 
 class SchedulerConfig(_Section, frozen=True):
@@ -119,16 +158,23 @@ class SchedulerConfig(_Section, frozen=True):
     control: str = "tcp://127.0.0.1:7701"
     """ZMQ address that nodes connect to.  Other than loopback is refused until CURVE is configured."""
     gateway_host: str = "127.0.0.1"
+    """Address the gateway listens on."""
     gateway_port: int = 7700
+    """Port of the gateway, which agents call."""
     state_dir: str = "/var/lib/rose/scheduler"
+    """Durable state: jobs, leases, finished turns."""
     suspect_after_ms: float = 3000
+    """A node silent this long is suspect."""
     dead_after_ms: float = 6000
+    """A node silent this long is dead: its turns are moved, its leases end."""
     stall_timeout_ms: float = 2000
     """A node silent this long gets no new turns."""
     turn_stall_timeout_s: float = 120
     """A dispatched turn without a new token for this long is moved (the gate may hold it back for long)."""
     queue_max: int = 4096
+    """Turns that may wait for a replica; further ones are refused with 429."""
     body_bytes_max: int = 8 << 20
+    """Largest request body the gateway reads."""
     token_file: str = ""
     """Token that clients must send; empty means none is asked for (loopback only)."""
 
@@ -137,27 +183,39 @@ class RelayConfig(_Section, frozen=True):
     """Where weight versions are exchanged."""
 
     url: str = "http://127.0.0.1:7702"
+    """Where trainers and nodes reach the relay."""
     host: str = "127.0.0.1"
+    """Address `rose relay` listens on."""
     port: int = 7702
+    """Port `rose relay` listens on."""
     capacity_bytes: int = 1 << 30
+    """Memory for versions; a full relay refuses new ones, it never drops committed ones."""
     token_file: str = ""
+    """Token that trainers and nodes must send; empty means none is asked for (loopback only)."""
     stage_ttl_s: float = 600
+    """A version that was begun and not committed by then is dropped."""
 
 
 class JobConfig(_Section, frozen=True):
     """The RL job whose replicas this node runs."""
 
     id: JobId = JobId("job-0")
+    """Name of the job; its weight versions are pulled from the relay."""
     n_rl: int = 1
+    """Dedicated replicas the job asks for."""
     n_serving_max: int = 1
+    """Most borrowed serving devices the job may use."""
     staleness_max: int = 0
+    """Versions a turn may lag behind the required one; 0 is on-policy."""
     trajectories_per_replica_max: int = 16
+    """Most trajectories on one replica."""
 
 
 class Config(_Section, frozen=True):
     """All of `rose.toml`."""
 
     schema: int = SCHEMA
+    """Layout of this file."""
     node: NodeConfig = NodeConfig()
     device: DeviceConfig = DeviceConfig()
     serving: ServingConfig = ServingConfig()
@@ -186,6 +244,9 @@ class Config(_Section, frozen=True):
         raise KeyError(replica)
 
 
+_DEFAULTS = Config()
+
+
 def load(path: Path | None = None, environ: Mapping[str, str] = os.environ) -> Config:
     """Read and check the configuration.
 
@@ -195,7 +256,9 @@ def load(path: Path | None = None, environ: Mapping[str, str] = os.environ) -> C
     try:
         text = source.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise ConfigError(f"{source}: no such file", "make one with `rose init`, or name it with --config") from None
+        raise ConfigError(
+            f"{source}: no such file", "make one with `rose init`, or name it with --config"
+        ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{source}: cannot be read: {error}") from None
     try:
@@ -211,8 +274,13 @@ def build(document: dict[str, Any], source: str, environ: Mapping[str, str] | No
     try:
         config = msgspec.convert(merged, Config, strict=True)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{source}: {_readable(str(error))}", "`rose init --stdout` prints every key") from None
-    _check(config, source)
+        raise ConfigError(
+            f"{source}: {_readable(str(error))}", "`rose init --stdout` prints every key"
+        ) from None
+    if config.schema != SCHEMA:
+        hint = f"this release reads schema {SCHEMA}"
+        raise ConfigError(f"{source}: schema: {config.schema} is not supported", hint)
+    check(config, source)
     return config
 
 
@@ -229,15 +297,19 @@ def _with_environment(document: dict[str, Any], environ: Mapping[str, str]) -> d
         if not name.startswith(_ENV_PREFIX) or "__" not in name:
             continue
         section, _, key = name[len(_ENV_PREFIX) :].lower().partition("__")
+        if section not in Config.__struct_fields__ or section in ("schema", "replicas"):
+            raise ConfigError(f"{name}: `{section}` cannot be set from the environment", "unset it")
         part = merged.setdefault(section, {})
         if not isinstance(part, dict):
-            raise ConfigError(f"{name}: `{section}` cannot be set from the environment")
-        part[key] = _value(environ[name])
+            raise ConfigError(f"{section}: expected a table, [{section}]")
+        part[key] = _value(environ[name], getattr(getattr(_DEFAULTS, section), key, None))
     return merged
 
 
-def _value(text: str) -> Any:
-    """An environment value as TOML would read it, or else as a string."""
+def _value(text: str, default: Any) -> Any:
+    """An environment value as TOML would read it, or else (or where text is wanted) as it stands."""
+    if isinstance(default, str) and text[:1] not in ("'", '"'):
+        return text
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -247,39 +319,6 @@ def _value(text: str) -> Any:
 def _readable(error: str) -> str:
     """msgspec says "... - at `$.serving.port`"; put the key first, as an operator reads it."""
     text, _, where = error.partition(" - at `$.")
+    text = text.replace("Object contains unknown field", "unknown key")
+    text = text.replace("Object missing required field", "missing key")
     return f"{where.rstrip('`')}: {text}" if where else text
-
-
-def _check(config: Config, source: str) -> None:
-    """Rules that concern more than one key."""
-
-    def refuse(key: str, why: str, hint: str = "") -> None:
-        raise ConfigError(f"{source}: {key}: {why}", hint)
-
-    if config.schema != SCHEMA:
-        refuse("schema", f"{config.schema} is not supported", f"this release reads schema {SCHEMA}")
-    ids = [section.id for section in config.replicas]
-    if len(set(ids)) != len(ids):
-        refuse("replicas", f"ids are not unique: {', '.join(ids)}")
-    for section in config.replicas:
-        if section.kind == "opportunistic" and not config.serving.url:
-            refuse(f"replicas.{section.id}", "an opportunistic replica needs [serving] url")
-        if not 0 <= section.port <= 65535:
-            refuse(f"replicas.{section.id}.port", f"{section.port} is not a port")
-    for key, value in (
-        ("serving.ttft_slo_ms", config.serving.ttft_slo_ms),
-        ("serving.tpot_slo_ms", config.serving.tpot_slo_ms),
-        ("node.tick_ms", config.node.tick_ms),
-        ("node.heartbeat_ms", config.node.heartbeat_ms),
-        ("admission.board_stale_ms", config.admission.board_stale_ms),
-    ):
-        if value <= 0:
-            refuse(key, f"{value} must be above 0")
-    if not 0 < config.memory.cut_share < 1:
-        refuse("memory.cut_share", "must lie between 0 and 1")
-    if not 0 <= config.memory.headroom_share < 1:
-        refuse("memory.headroom_share", "must lie in [0, 1)")
-    if config.node.gate_lease_ms < 2 * config.node.tick_ms:
-        refuse("node.gate_lease_ms", "must be at least twice node.tick_ms", "or the gate closes between two ticks")
-    if config.scheduler.stall_timeout_ms <= config.node.heartbeat_ms:
-        refuse("scheduler.stall_timeout_ms", "must be above node.heartbeat_ms", "or every node looks stalled")

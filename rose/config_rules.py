@@ -1,0 +1,152 @@
+"""Rules of `rose.toml` that no type expresses, or that concern more than one key."""
+
+from __future__ import annotations
+
+import ipaddress
+import math
+import re
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from urllib.parse import urlsplit
+
+import msgspec
+
+from rose.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rose.config import Config
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_ABOVE_ZERO = (
+    "node.tick_ms", "node.heartbeat_ms", "node.engine_start_timeout_s", "node.engine_stop_grace_s",
+    "node.restart_backoff_s", "node.weights_timeout_s", "node.log_bytes_max", "node.journal_bytes_max",
+    "serving.ttft_slo_ms", "serving.tpot_slo_ms", "serving.probe_ms",
+    "admission.board_stale_ms", "memory.kv_budget_blocks_min",
+    "scheduler.suspect_after_ms", "scheduler.stall_timeout_ms", "scheduler.turn_stall_timeout_s",
+    "scheduler.queue_max", "scheduler.body_bytes_max", "relay.capacity_bytes", "relay.stage_ttl_s",
+    "job.trajectories_per_replica_max",
+)  # fmt: skip
+_NOT_NEGATIVE = (
+    "device.memory_bytes", "admission.token_cap", "admission.margin_ms",
+    "job.n_rl", "job.n_serving_max", "job.staleness_max",
+)  # fmt: skip
+_NAME_HINT = "letters, digits, dots, dashes and underscores"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this host can reach what listens on `host`."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+class _Refuse(Protocol):
+    def __call__(self, key: str, why: str, hint: str = "") -> NoReturn: ...
+
+
+def check(config: Config, source: str) -> None:
+    """Rules that no type expresses, or that concern more than one key."""
+
+    def refuse(key: str, why: str, hint: str = "") -> NoReturn:
+        raise ConfigError(f"{source}: {key}: {why}", hint)
+
+    _check_replicas(config, refuse)
+    _check_numbers(config, refuse)
+    _check_addresses(config, refuse)
+
+
+def _check_replicas(config: Config, refuse: _Refuse) -> None:
+    ids = [section.id for section in config.replicas]
+    if len(set(ids)) != len(ids):
+        refuse("replicas", f"ids are not unique: {', '.join(ids)}")
+    listeners: dict[tuple[str, int], str] = {}
+    for section in config.replicas:
+        key = f"replicas.{section.id or '?'}"
+        if not _NAME.fullmatch(section.id):
+            refuse(f"{key}.id", f"{section.id!r} is not a name", _NAME_HINT)
+        if section.kind == "opportunistic" and not config.serving.url:
+            refuse(key, "an opportunistic replica needs [serving] url")
+        if not section.model:
+            refuse(f"{key}.model", "is empty", "name the checkpoint directory of version 0")
+        for name in ("block_tokens", "context_tokens_max", "sequences_max"):
+            if getattr(section, name) < 1:
+                refuse(f"{key}.{name}", "must be at least 1")
+        if section.kv_blocks < 0:
+            refuse(f"{key}.kv_blocks", "must not be negative")
+        if section.port:
+            other = listeners.setdefault((section.host, section.port), section.id)
+            if other != section.id:
+                refuse(f"{key}.port", f"{section.port} is also the port of {other}")
+
+
+def _check_numbers(config: Config, refuse: _Refuse) -> None:
+    for section, values in msgspec.to_builtins(config).items():
+        for name, value in values.items() if isinstance(values, dict) else ():
+            if isinstance(value, float) and not math.isfinite(value):
+                refuse(f"{section}.{name}", f"{value} is not a finite number")
+    for key in _ABOVE_ZERO:
+        if not _get(config, key) > 0:
+            refuse(key, f"{_get(config, key)} must be above 0")
+    for key in _NOT_NEGATIVE:
+        if not _get(config, key) >= 0:
+            refuse(key, f"{_get(config, key)} must not be negative")
+    _check_ports(config, refuse)
+    _check_shares(config, refuse)
+
+
+def _check_ports(config: Config, refuse: _Refuse) -> None:
+    ports = {key: _get(config, key) for key in ("scheduler.gateway_port", "relay.port", "node.metrics_port")}
+    ports |= {f"replicas.{section.id}.port": section.port for section in config.replicas}
+    for key, port in ports.items():
+        if not 0 <= port <= 65535:
+            refuse(key, f"{port} is not a port")
+
+
+def _check_shares(config: Config, refuse: _Refuse) -> None:
+    if not 0 < config.memory.cut_share < 1:
+        refuse("memory.cut_share", "must lie between 0 and 1")
+    if not 0 <= config.memory.headroom_share < 1:
+        refuse("memory.headroom_share", "must lie in [0, 1)")
+    if config.node.gate_lease_ms < 2 * config.node.tick_ms:
+        refuse(
+            "node.gate_lease_ms",
+            "must be at least twice node.tick_ms",
+            "or the gate closes between two ticks",
+        )
+    if config.node.restart_backoff_max_s < config.node.restart_backoff_s:
+        refuse("node.restart_backoff_max_s", "must not be below node.restart_backoff_s")
+    if config.scheduler.stall_timeout_ms <= config.node.heartbeat_ms:
+        refuse("scheduler.stall_timeout_ms", "must be above node.heartbeat_ms", "or every node looks stalled")
+    if config.scheduler.dead_after_ms < config.scheduler.suspect_after_ms:
+        refuse("scheduler.dead_after_ms", "must not be below scheduler.suspect_after_ms")
+
+
+def _check_addresses(config: Config, refuse: _Refuse) -> None:
+    scheduler, relay = config.scheduler, config.relay
+    if not _NAME.fullmatch(config.node.id):
+        refuse("node.id", f"{config.node.id!r} is not a name", _NAME_HINT)
+    control = urlsplit(scheduler.control)
+    if control.scheme not in ("tcp", "ipc"):
+        refuse(
+            "scheduler.control", f"{scheduler.control!r} is not a ZMQ address", "such as tcp://127.0.0.1:7701"
+        )
+    if control.scheme == "tcp" and not is_loopback(control.hostname or ""):
+        refuse("scheduler.control", f"{control.hostname} is not loopback, and CURVE is not configured")
+    if not is_loopback(scheduler.gateway_host) and not scheduler.token_file:
+        refuse(
+            "scheduler.gateway_host", f"{scheduler.gateway_host} is not loopback", "set scheduler.token_file"
+        )
+    if not is_loopback(relay.host):
+        refuse("relay.host", f"{relay.host} is not loopback, and TLS is not configured")
+    for key, url in (("serving.url", config.serving.url), ("relay.url", relay.url)):
+        parts = urlsplit(url)
+        if url and not (parts.scheme in ("http", "https") and parts.hostname):
+            refuse(key, f"{url!r} is not an HTTP address", "such as http://127.0.0.1:8000")
+
+
+def _get(config: Config, key: str) -> Any:
+    """The value of a dotted key."""
+    return attrgetter(key)(config)
