@@ -8,18 +8,18 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 import msgspec
 
 from rose.boards import BoardPaths
 from rose.errors import ConfigError
 
-_PREFIX = "ROSE_ENGINE_"
-
 
 class PluginSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the plugin of one engine needs to know.  Each field is the variable ROSE_ENGINE_<FIELD>."""
+
+    PREFIX: ClassVar[str] = "ROSE_ENGINE_"
 
     role: Literal["serving", "rollout"]
     name: str
@@ -36,8 +36,20 @@ class PluginSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Cores of the worker processes, comma-separated; empty leaves their affinity alone."""
     worker_idle_priority: bool = False
     """Run the workers under SCHED_IDLE."""
+    api_cpus: str = ""
+    """Cores of the API server and the core loop, comma-separated; empty leaves their affinity alone."""
     allow_untested: bool = False
     """Load beside a vLLM release that was not tested."""
+
+    @property
+    def worker_cores(self) -> frozenset[int]:
+        """`worker_cpus` as numbers.  Raises ConfigError."""
+        return _cores("worker_cpus", self.worker_cpus)
+
+    @property
+    def api_cores(self) -> frozenset[int]:
+        """`api_cpus` as numbers.  Raises ConfigError."""
+        return _cores("api_cpus", self.api_cpus)
 
     @property
     def boards(self) -> BoardPaths:
@@ -49,20 +61,28 @@ class PluginSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         texts: dict[str, str] = {}
         for field in self.__struct_fields__:
             value = getattr(self, field)
-            texts[_PREFIX + field.upper()] = str(int(value)) if isinstance(value, bool) else str(value)
+            texts[self.PREFIX + field.upper()] = str(int(value)) if isinstance(value, bool) else str(value)
         return texts
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str] = os.environ) -> PluginSettings | None:
         """The settings, or None when this engine was not started with ROSE.  Raises ConfigError."""
         fields = {
-            name.removeprefix(_PREFIX).lower(): value
+            name.removeprefix(cls.PREFIX).lower(): value
             for name, value in environ.items()
-            if name.startswith(_PREFIX)
+            if name.startswith(cls.PREFIX)
         }
         if not fields:
             return None
         try:
             return msgspec.convert(fields, cls, strict=False)
         except msgspec.ValidationError as error:
-            raise ConfigError(f"{_PREFIX}*: {error}") from None
+            raise ConfigError(f"{cls.PREFIX}*: {error}") from None
+
+
+def _cores(field: str, text: str) -> frozenset[int]:
+    try:
+        return frozenset(int(part) for part in text.split(",") if part)
+    except ValueError:
+        name = PluginSettings.PREFIX + field.upper()
+        raise ConfigError(f"{name}: {text!r} is not a comma-separated list of cores") from None
