@@ -1,0 +1,137 @@
+"""`rose`: the command line.
+
+Commands load when they are called: `rose --help` and `rose status` import neither torch, vllm, zmq nor
+aiohttp.  Commands of the daemon and the simulator come from the entry-point group `rose.commands`; each
+names a `typer.Typer`.  A `RoseError` is printed as two lines, what is wrong and what to do, never as a
+traceback.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, NoReturn
+
+import typer
+from typer.core import TyperGroup
+from typer.main import get_command
+
+from rose import __version__
+from rose.errors import RoseError
+
+GROUP = "rose.commands"
+
+_BUILT_IN = {
+    "init": "rose.cli.init:app",
+    "status": "rose.cli.status:app",
+    "reclaim": "rose.cli.operate:reclaim_app",
+    "gate": "rose.cli.operate:gate_app",
+    "drain": "rose.cli.operate:drain_app",
+    "undrain": "rose.cli.operate:undrain_app",
+    "version": "rose.cli.version:app",
+}
+_SUMMARY = {
+    "init": "Write a commented rose.toml.",
+    "status": "Show this host: device, gate, memory, replicas.",
+    "reclaim": "Take KV memory back from a replica now.",
+    "gate": "Force a replica's gate, or give it back to the policy.",
+    "drain": "Send a replica no new turns.",
+    "undrain": "Send a drained replica turns again.",
+    "version": "Show the versions of ROSE and of what it runs on.",
+    "scheduler": "Run rose-scheduler with its gateway.",
+    "relay": "Run the relay that weight versions go through.",
+    "demo": "Run the whole system on this machine and report.",
+    "bench": "Measure: co-serving, deltas, gateway, cluster.",
+    "sim": "Run or reproduce experiments in the simulator.",
+}
+"""One line a command, here so that help need not import the commands."""
+
+
+class RoseGroup(TyperGroup):
+    """A group that knows its commands by name and imports the one that is called."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [*_BUILT_IN, *sorted(_installed())]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name in _BUILT_IN:
+            module, _, attribute = _BUILT_IN[cmd_name].partition(":")
+            found = getattr(importlib.import_module(module), attribute)
+        elif cmd_name in (installed := _installed()):
+            found = _load(installed[cmd_name])
+        else:
+            return None
+        command = get_command(found)
+        command.name = cmd_name
+        return command
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        rows = [(name, _SUMMARY.get(name, "")) for name in self.list_commands(ctx)]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except RoseError as error:
+            fail(error)
+
+
+def fail(error: RoseError, program: str = "rose") -> NoReturn:
+    """Print what is wrong and what to do, and exit with the error's code."""
+    print(f"{program}: {error.what}", file=sys.stderr)
+    if error.hint:
+        print(f"hint: {error.hint}", file=sys.stderr)
+    raise SystemExit(int(error.code))
+
+
+def _installed() -> dict[str, EntryPoint]:
+    return {point.name: point for point in entry_points(group=GROUP)}
+
+
+def _load(point: EntryPoint) -> typer.Typer:
+    try:
+        loaded = point.load()
+    except ModuleNotFoundError as error:
+        missing = error.name or str(error)
+        raise RoseError(
+            f"`rose {point.name}` needs {missing}, which is not installed",
+            "install what the command needs; see README.md on extras",
+        ) from error
+    if not isinstance(loaded, typer.Typer):
+        raise RoseError(f"`rose {point.name}`: {point.value} is not a typer.Typer")
+    return loaded
+
+
+app = typer.Typer(
+    cls=RoseGroup,
+    help="ROSE: agentic-RL rollouts on serving GPUs, without hurting the serving SLO.",
+    rich_markup_mode=None,
+    no_args_is_help=True,
+    add_completion=False,
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"rose {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: bool = typer.Option(
+        False, "--version", callback=_version, is_eager=True, help="Show the version and exit."
+    ),
+) -> None:
+    """Options before the command."""
+
+
+def main() -> None:
+    """Entry point of `rose`."""
+    get_command(app).main(prog_name="rose")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""`rose status`: what this host lends, and why it does or does not."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from rose import wire
+from rose.cli.control import ask
+from rose.cli.options import ConfigOption, JsonOption, SocketOption, socket_path
+from rose.errors import Exit
+from rose.units import MIB
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+app = typer.Typer(rich_markup_mode=None, add_completion=False)
+
+
+@app.command()
+def status(as_json: JsonOption = False, config: ConfigOption = None, socket: SocketOption = None) -> None:
+    """Show this host.  Exit code 0 when healthy, 3 when not ready or rosed does not answer."""
+    body = ask(socket_path(config, socket), wire.StatusRequest())
+    if as_json:
+        print(json.dumps(body, indent=2))
+    else:
+        _print(body)
+    raise typer.Exit(Exit.OK if body.get("healthy") else Exit.NOT_READY)
+
+
+def _print(body: dict[str, Any]) -> None:
+    # rich takes longer to import than the rest of this command.
+    from rich.console import Console, Group  # noqa: PLC0415
+
+    parts: list[RenderableType] = [_host(body), _replicas(body["replicas"])]
+    if body["problems"]:
+        parts.append("\n".join(["not ready:", *(f"  {problem}" for problem in body["problems"])]))
+    Console(highlight=False, markup=False).print(Group(*parts))
+
+
+def _host(body: dict[str, Any]) -> RenderableType:
+    from rich.table import Table  # noqa: PLC0415
+
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    host = body["host"]
+    table.add_row("node", f"{body['node']} on {host['name']}, rosed up {host['uptime_s']:.0f} s")
+    for device in body["devices"]:
+        use = _or_unknown(device, "utilisation", lambda share: f"{share:.0%} busy")
+        table.add_row("device", f"{device['name']}  {_mib(device, 'memory_bytes')}  {use}")
+    serving = body["serving"]
+    table.add_row("serving", f"{serving['state']}  {_slack(serving)}".rstrip())
+    memory = body["memory"]
+    shares = [f"{name} {_mib(memory, f'{name}_bytes')}" for name in ("headroom", "serving", "budget")]
+    table.add_row("memory", "  ".join([memory["state"], *shares]))
+    gate = body["gate"]
+    table.add_row("gate", _gate(gate))
+    job, scheduler = body["job"], body["scheduler"]
+    table.add_row("scheduler", f"{scheduler['state']} at {scheduler['address']}")
+    table.add_row(
+        "job", f"{job['id']}  step {_dash(job['rl_step'])}  needs version {_dash(job['required_version'])}"
+    )
+    table.add_row("last update", _update(body["last_update"]))
+    return table
+
+
+def _replicas(replicas: list[dict[str, Any]]) -> RenderableType:
+    from rich.table import Table  # noqa: PLC0415
+
+    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
+    for heading in ("replica", "kind", "state", "version", "gate", "KV used/budget/total", "turns", "why"):
+        table.add_column(heading, overflow="fold")
+    for replica in replicas:
+        kv = replica["kv_blocks"]
+        table.add_row(
+            replica["id"],
+            replica["kind"],
+            replica["state"],
+            _dash(replica["weight_version"]),
+            _gate(replica["gate"]),
+            f"{_dash(kv['used'])}/{_dash(kv['budget'])}/{_dash(kv['total'])}",
+            _dash(replica["turns_in_flight"]),
+            replica["reason"],
+        )
+    return table
+
+
+def _unknown(section: dict[str, Any], signal: str) -> str:
+    for entry in section.get("unknown", ()):
+        if entry["signal"] == signal:
+            age = "" if entry["age_s"] is None else f", {entry['age_s']:.1f} s old"
+            return f"unknown ({entry['reason']}{age})"
+    return "unknown"
+
+
+def _or_unknown(section: dict[str, Any], signal: str, text: Any) -> str:
+    value = section[signal]
+    return _unknown(section, signal) if value is None else str(text(value))
+
+
+def _mib(section: dict[str, Any], signal: str) -> str:
+    return _or_unknown(section, signal, lambda value: f"{value / MIB:,.0f} MiB")
+
+
+def _slack(serving: dict[str, Any]) -> str:
+    if serving["state"] == "none":
+        return "no serving engine on this host"
+    if serving.get("unknown"):
+        return _unknown(serving, "slack")
+    texts = [
+        f"{name} slack " + ("no deadline" if serving[key] is None else f"{serving[key]:.0f} ms")
+        for name, key in (("TTFT", "ttft_slack_ms"), ("TPOT", "tpot_slack_ms"))
+    ]
+    return "  ".join(texts)
+
+
+def _gate(gate: dict[str, Any]) -> str:
+    if gate["open"] is None:
+        return f"unknown ({gate['reason']})"
+    return f"{'open' if gate['open'] else 'closed'} ({gate['reason']})"
+
+
+def _update(update: dict[str, Any] | None) -> str:
+    if update is None:
+        return "none yet"
+    outcome = "applied" if update["ok"] else f"refused ({update['reason']})"
+    when = f"{update['age_s']:.0f} s ago, {update['ms']:.0f} ms"
+    return f"{update['replica']} v{update['version']} {outcome} {when}"
+
+
+def _dash(value: Any) -> str:
+    return "-" if value is None else str(value)
