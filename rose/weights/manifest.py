@@ -1,0 +1,218 @@
+"""The manifest: what one weight version consists of, and the digests that prove it.
+
+A version is an anchor (all parameters whole, `base_version` None) or a delta on `base_version`.  It lists
+every parameter of the model, also the unchanged ones, so that a receiver can check all of what it runs.
+Manifests come from the network and from disks: `decode` checks every field and every relation before it
+returns one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Callable
+from typing import Annotated, Literal
+
+import msgspec
+
+from rose.errors import CorruptDelta
+from rose.units import MIB, JobId, WeightVersion
+from rose.weights.bits import ITEMSIZE
+from rose.weights.digests import DIGEST_PATTERN, fingerprint
+
+MANIFEST_NAME = "manifest.json"
+MANIFEST_BYTES_MAX = 64 * MIB
+BUCKET_BYTES_MAX = 64 * MIB
+PARAMETER_BYTES_MAX = 1 << 40
+VERSION_MAX = (1 << 53) - 1
+"""Versions stay exact in every JSON reader."""
+
+JOB_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
+BUCKET_PATTERN = r"^bucket-[0-9]{5}\.safetensors$"
+_NAME_PATTERN = r"^[!#-\[\]-~]{1,512}$"
+"""Checkpoint names: printable ASCII but space, quote and backslash, so JSON never escapes them."""
+
+Digest = Annotated[str, msgspec.Meta(pattern=DIGEST_PATTERN)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=PARAMETER_BYTES_MAX)]
+BucketName = Annotated[str, msgspec.Meta(pattern=BUCKET_PATTERN)]
+Mode = Literal["same", "coo", "dense"]
+_Require = Callable[[bool, str], None]
+
+
+class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Base of all records: immutable, and strict about keys."""
+
+
+class Bucket(_Record, frozen=True, kw_only=True):
+    """One file of a version, at most BUCKET_BYTES_MAX long."""
+
+    name: BucketName
+    size: Annotated[int, msgspec.Meta(gt=8, le=BUCKET_BYTES_MAX)]
+    digest: Digest
+    """xxh3-128 of the file."""
+
+
+class Shard(_Record, frozen=True, kw_only=True):
+    """Where the elements [start, stop) of a parameter, flattened in checkpoint order, lie."""
+
+    bucket: BucketName
+    start: Count
+    stop: Count
+    entries: Count
+    """Values stored: stop - start if dense, else the number of changed elements."""
+
+
+class Parameter(_Record, frozen=True, kw_only=True):
+    """One parameter of the model, changed or not."""
+
+    name: Annotated[str, msgspec.Meta(pattern=_NAME_PATTERN)]
+    dtype: str
+    """A safetensors dtype name."""
+    shape: Annotated[tuple[Count, ...], msgspec.Meta(max_length=8)]
+    mode: Mode
+    changed: Count
+    """Elements that differ from the base; all of them in an anchor."""
+    base_digest: Digest | None
+    """xxh3-128 of the parameter's bytes before; None in an anchor."""
+    target_digest: Digest
+    """xxh3-128 of the parameter's bytes in this version."""
+    shards: tuple[Shard, ...] = ()
+    """In order of `start`, at most one per bucket; empty if the parameter stays the same."""
+
+    @property
+    def elements(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self.elements * ITEMSIZE[self.dtype]
+
+
+class Manifest(_Record, frozen=True, kw_only=True):
+    """All of one version."""
+
+    schema: Literal[1] = 1
+    job: Annotated[JobId, msgspec.Meta(pattern=JOB_PATTERN)]
+    version: Annotated[WeightVersion, msgspec.Meta(ge=0, le=VERSION_MAX)]
+    base_version: Annotated[WeightVersion, msgspec.Meta(ge=0, le=VERSION_MAX)] | None
+    """None: an anchor."""
+    fingerprint: Digest
+    """Of the model's form: see `rose.weights.digests.fingerprint`."""
+    parameters: tuple[Parameter, ...]
+    """In order of name."""
+    buckets: tuple[Bucket, ...]
+
+    @property
+    def changed(self) -> int:
+        """Elements that differ from the base."""
+        return sum(parameter.changed for parameter in self.parameters)
+
+    @property
+    def elements(self) -> int:
+        """Elements of the whole model."""
+        return sum(parameter.elements for parameter in self.parameters)
+
+    @property
+    def dense_bytes(self) -> int:
+        """Size of the whole model."""
+        return sum(parameter.nbytes for parameter in self.parameters)
+
+    @property
+    def delta_bytes(self) -> int:
+        """Size of all buckets."""
+        return sum(bucket.size for bucket in self.buckets)
+
+    @property
+    def target_digests(self) -> dict[str, str]:
+        """Digest of every parameter in this version, by name."""
+        return {parameter.name: parameter.target_digest for parameter in self.parameters}
+
+
+def encode(manifest: Manifest) -> bytes:
+    """Canonical JSON: equal manifests have equal bytes."""
+    return msgspec.json.encode(manifest)
+
+
+def decode(data: bytes | bytearray | memoryview) -> Manifest:
+    """Decode and check a manifest.  Raises CorruptDelta, whatever the bytes are."""
+    if len(data) > MANIFEST_BYTES_MAX:
+        raise CorruptDelta(f"manifest of {len(data)} bytes is above the limit of {MANIFEST_BYTES_MAX}")
+    try:
+        manifest = msgspec.json.decode(data, type=Manifest)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise CorruptDelta(f"manifest cannot be read: {error}") from None
+    check(manifest)
+    return manifest
+
+
+def check(manifest: Manifest) -> None:
+    """Check the relations between fields; `decode` has done so already.  Raises CorruptDelta."""
+    if manifest.base_version is not None and manifest.base_version >= manifest.version:
+        raise CorruptDelta(f"version {manifest.version} cannot be built on version {manifest.base_version}")
+    names = [parameter.name for parameter in manifest.parameters]
+    if any(first >= second for first, second in itertools.pairwise(names)):
+        raise CorruptDelta("manifest: parameters are not in order of name, or named twice")
+    buckets = {bucket.name: bucket for bucket in manifest.buckets}
+    if len(buckets) != len(manifest.buckets):
+        raise CorruptDelta("manifest: a bucket is named twice")
+    used: set[str] = set()
+    for parameter in manifest.parameters:
+        _check_parameter(parameter, anchor=manifest.base_version is None)
+        used.update(shard.bucket for shard in parameter.shards)
+    if used != buckets.keys():
+        raise CorruptDelta(
+            f"manifest: buckets do not match shards: {', '.join(sorted(used ^ buckets.keys())[:3])}"
+        )
+    if manifest.fingerprint != fingerprint((p.name, p.dtype, p.shape) for p in manifest.parameters):
+        raise CorruptDelta("manifest: the fingerprint is not that of its parameters")
+
+
+def valid_job(job: str) -> bool:
+    """Whether a job id can name a directory and a URL segment."""
+    return re.match(JOB_PATTERN, job) is not None and not job.endswith("\n")
+
+
+def _check_parameter(parameter: Parameter, *, anchor: bool) -> None:
+    def require(holds: bool, what: str) -> None:
+        if not holds:
+            raise CorruptDelta(f"manifest: {parameter.name}: {what}")
+
+    require(parameter.dtype in ITEMSIZE, f"unknown dtype {parameter.dtype[:40]!r}")
+    require(parameter.nbytes <= PARAMETER_BYTES_MAX, f"shape {parameter.shape} is above the size limit")
+    require(
+        (parameter.base_digest is None) == anchor, "base digest missing in a delta, or present in an anchor"
+    )
+    require(parameter.changed <= parameter.elements, "more changed elements than elements")
+    if anchor:
+        require(parameter.mode == "dense", "an anchor holds whole parameters")
+        require(parameter.changed == parameter.elements, "an anchor changes all elements")
+    else:
+        moved = parameter.mode != "same"
+        require(
+            moved == (parameter.changed > 0),
+            f"mode {parameter.mode} with {parameter.changed} changed elements",
+        )
+        require(moved == (parameter.base_digest != parameter.target_digest), "digests contradict the mode")
+    _check_shards(parameter, require)
+
+
+def _check_shards(parameter: Parameter, require: _Require) -> None:
+    shards = parameter.shards
+    require(len({shard.bucket for shard in shards}) == len(shards), "two shards in one bucket")
+    position = 0
+    for shard in shards:
+        require(position <= shard.start < shard.stop <= parameter.elements, "shards overlap or lie outside")
+        require(0 < shard.entries <= shard.stop - shard.start, "a shard stores no value, or too many")
+        if parameter.mode == "dense":
+            require(shard.start == position, "a dense parameter has holes")
+            require(shard.entries == shard.stop - shard.start, "a dense shard lacks values")
+        require(
+            shard.entries * ITEMSIZE[parameter.dtype] < BUCKET_BYTES_MAX, "a shard larger than its bucket"
+        )
+        position = shard.stop
+    stored = sum(shard.entries for shard in shards)
+    expected = {"same": 0, "coo": parameter.changed, "dense": parameter.elements}[parameter.mode]
+    require(stored == expected, f"{stored} values stored, {expected} expected")
