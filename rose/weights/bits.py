@@ -11,7 +11,7 @@ import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -45,17 +45,6 @@ _WORD_DTYPES: Mapping[int, np.dtype[Any]] = {size: np.dtype(f"<u{size}") for siz
 
 class UnsupportedTensorError(RoseError):
     """A value of the state is not a tensor that can be shipped."""
-
-
-@runtime_checkable
-class TorchTensor(Protocol):
-    """The part of `torch.Tensor` used here, so that this package never imports torch."""
-
-    @property
-    def dtype(self) -> Any: ...
-    @property
-    def shape(self) -> Any: ...
-    def detach(self) -> Any: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,16 +82,13 @@ class Bits:
 State: TypeAlias = Mapping[str, Bits]
 """Parameters by checkpoint name."""
 
-if TYPE_CHECKING:
-    TensorLike: TypeAlias = Bits | TorchTensor | npt.NDArray[Any]
-
 
 def word_dtype(dtype: str) -> np.dtype[Any]:
     """The unsigned NumPy dtype that holds one element of a safetensors dtype."""
     return _WORD_DTYPES[ITEMSIZE[dtype]]
 
 
-def as_bits(value: TensorLike) -> Bits:
+def as_bits(value: object) -> Bits:
     """View a torch tensor (any device), a NumPy array or Bits as Bits, without a copy where possible.
 
     NumPy has no bfloat16: pass such bits as `Bits("BF16", shape, words)`.  Raises UnsupportedTensorError.
@@ -111,12 +97,13 @@ def as_bits(value: TensorLike) -> Bits:
         return value
     if isinstance(value, np.ndarray):
         return _from_numpy(value)
-    if isinstance(value, TorchTensor) and "torch" in sys.modules:
-        return _from_torch(value)
+    torch = sys.modules.get("torch")  # whoever has a tensor has imported it; we never do
+    if torch is not None and isinstance(value, torch.Tensor):
+        return _from_torch(value, torch)
     raise UnsupportedTensorError(f"a {type(value).__name__} is not a tensor")
 
 
-def as_state(tensors: Mapping[str, TensorLike]) -> dict[str, Bits]:
+def as_state(tensors: Mapping[str, object]) -> dict[str, Bits]:
     """`as_bits` of every parameter, in order of name.  Raises UnsupportedTensorError naming the parameter."""
     state: dict[str, Bits] = {}
     for name in sorted(tensors):
@@ -135,10 +122,9 @@ def _from_numpy(array: npt.NDArray[Any]) -> Bits:
     return Bits(dtype, tuple(array.shape), little.view(word_dtype(dtype)))
 
 
-def _from_torch(tensor: TorchTensor) -> Bits:
-    torch = sys.modules["torch"]
+def _from_torch(tensor: Any, torch: Any) -> Bits:
     dtype = _TORCH_NAMES.get(str(tensor.dtype).removeprefix("torch."))
-    if dtype is None or tensor.detach().layout != torch.strided:
+    if dtype is None or tensor.layout != torch.strided:
         raise UnsupportedTensorError(f"torch dtype {tensor.dtype} cannot be shipped")
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[ITEMSIZE[dtype]]
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(integers).numpy()
