@@ -1,0 +1,57 @@
+# `make demo` and `make test` are all a fresh machine needs (Linux x86_64, Python 3.11+, gcc).
+#
+#   PYTHON       interpreter to make .venv from           make PYTHON=python3.12 demo
+#   ARGS         more arguments for the command            make demo ARGS="--duration 60 --json out/r.json"
+#   TORCH_INDEX  index for the CPU build of torch, where pip does not find it by itself
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+ARGS ?=
+
+# Without this, a script started in a folder would import whatever lies beside it.
+export PYTHONSAFEPATH = 1
+export PYTHON VENV TORCH_INDEX
+
+RUN := $(VENV)/bin/python -m
+.DEFAULT_GOAL := help
+.PHONY: help demo test check fmt bench gpu-check install install-dev lock clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: install  ## run the whole system on this machine and print its report
+	$(VENV)/bin/rose demo $(ARGS)
+
+test: install-dev  ## all tests, real engines included
+	$(RUN) pytest $(ARGS)
+
+check: install-dev  ## lint, format, types, import contracts, spelling
+	$(RUN) ruff check .
+	$(RUN) ruff format --check .
+	$(VENV)/bin/lint-imports
+	$(VENV)/bin/codespell
+	$(RUN) mypy
+
+fmt: install-dev  ## fix what can be fixed by itself, and format
+	$(RUN) ruff check --fix-only .
+	$(RUN) ruff format .
+
+bench: install  ## measure co-serving: serving alone, ungated, gated
+	$(VENV)/bin/rose bench coserve $(ARGS)
+
+gpu-check:  ## what can be checked on a GPU; does nothing where there is none
+	@$(PYTHON) tests/gpu/check.py
+
+install:  ## make .venv and install what ROSE runs on
+	@tools/install.sh
+
+install-dev:  ## and what the checks and tests need
+	@tools/install.sh --dev
+
+lock: install  ## write requirements/*.txt anew from requirements/*.in
+	$(VENV)/bin/python tools/lock.py
+
+clean:  ## remove caches, build outputs and reports (not .venv)
+	rm -rf build dist out .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -path ./$(VENV) -prune -o \( -name __pycache__ -o -name '*.egg-info' \) -type d -print0 | xargs -0 rm -rf

