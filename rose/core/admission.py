@@ -80,12 +80,15 @@ class AdmissionGate:
             return closed
         if known.mode == GateMode.OPEN:
             return Admission(self._policy_cap(known), known.alive_until_ns, GateReason.OPEN_FORCED)
+        return self._beside_serving(slack, known, now_ns)
+
+    def _beside_serving(self, slack: SlackReading | Unknown, policy: GatePolicy, now_ns: int) -> Admission:
         if isinstance(slack, Unknown):
             return Admission(0, NEVER, GateReason.BOARD_UNKNOWN)
         closed = _why_serving_forbids(slack, now_ns)
         if closed is not None:
             return closed
-        return Admission(self._idle_cap(slack, known), known.alive_until_ns, GateReason.OPEN_IDLE)
+        return Admission(self._idle_cap(slack, policy), policy.alive_until_ns, GateReason.OPEN_IDLE)
 
     def _dedicated(self, known: GatePolicy | None) -> Admission:
         policy = self._last_policy = known or self._last_policy

@@ -25,7 +25,8 @@ class WindowQuantile:
     """Upper quantile over the last `window` values, kept sorted so that reading it costs nothing."""
 
     def __init__(self, window: int, quantile: float) -> None:
-        assert window > 0 and 0 < quantile <= 1
+        assert window > 0
+        assert 0 < quantile <= 1
         self._quantile = quantile
         self._window = window
         self._recent: deque[int] = deque()
@@ -111,7 +112,7 @@ class StepLatency:
         if tokens <= 0:
             return 0
         predicted = self._base_ns + self._token_ns * tokens
-        assert isfinite(predicted) and predicted >= 0
+        assert isfinite(predicted)
         return ceil(predicted)
 
     def margin_ns(self) -> int:

@@ -1,0 +1,189 @@
+"""Budgets and the slack tracker: every deadline equals what a full scan would say."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rose.core.readings import NEVER
+from rose.core.slo import SlackTracker, SloBudgets
+from rose.units import ms_to_ns
+
+BUDGETS = SloBudgets(ttft_ns=ms_to_ns(250), tpot_ns=ms_to_ns(60))
+
+
+def ms(value: float) -> int:
+    return ms_to_ns(value)
+
+
+def tracker_with(*request_ids: str, at_ns: int = 0) -> SlackTracker:
+    tracker = SlackTracker(BUDGETS)
+    for request_id in request_ids:
+        tracker.arrived(request_id, at_ns, 10)
+    return tracker
+
+
+@pytest.mark.parametrize(("ttft_ns", "tpot_ns"), [(0, 1), (1, 0), (-5, 1)])
+def test_budgets_must_be_positive(ttft_ns: int, tpot_ns: int) -> None:
+    with pytest.raises(ValueError, match="above 0"):
+        SloBudgets(ttft_ns, tpot_ns)
+
+
+def test_no_request_has_no_deadline() -> None:
+    tracker = SlackTracker(BUDGETS)
+    assert tracker.ttft_deadline_ns() == NEVER
+    assert tracker.tpot_deadline_ns() == NEVER
+    assert tracker.prefill_p99_ns() == 0
+
+
+def test_first_token_is_due_a_budget_after_the_earliest_arrival() -> None:
+    tracker = SlackTracker(BUDGETS)
+    tracker.arrived("late", ms(40), 10)
+    tracker.arrived("early", ms(10), 10)
+    assert tracker.ttft_deadline_ns() == ms(260)
+    tracker.produced("early", ms(100), 1)
+    assert tracker.ttft_deadline_ns() == ms(290)
+
+
+def test_scheduling_a_prefill_does_not_end_its_ttft_deadline() -> None:
+    tracker = tracker_with("a")
+    tracker.scheduled("a", ms(5))
+    assert tracker.ttft_deadline_ns() == ms(250)
+
+
+def test_decode_is_due_by_the_mean_pace() -> None:
+    tracker = tracker_with("a")
+    tracker.produced("a", ms(100), 1)
+    assert tracker.tpot_deadline_ns() == ms(160)
+    tracker.produced("a", ms(150), 1)
+    assert tracker.tpot_deadline_ns() == ms(220)
+
+
+def test_saved_time_never_excuses_a_gap_beyond_two_budgets() -> None:
+    tracker = tracker_with("a")
+    for step in range(20):
+        tracker.produced("a", ms(100 + step), 1)
+    assert tracker.tpot_deadline_ns() == ms(119 + 120)
+
+
+def test_several_tokens_of_one_step_all_count() -> None:
+    tracker = tracker_with("a")
+    tracker.produced("a", ms(100), 1)
+    tracker.produced("a", ms(130), 2)
+    assert tracker.tpot_deadline_ns() == min(ms(100 + 3 * 60), ms(130 + 120))
+
+
+def test_finished_requests_leave_no_deadline_behind() -> None:
+    tracker = tracker_with("a", "b")
+    tracker.produced("a", ms(10), 1)
+    tracker.finished("a")
+    tracker.finished("b")
+    assert tracker.ttft_deadline_ns() == NEVER
+    assert tracker.tpot_deadline_ns() == NEVER
+    assert len(tracker) == 0
+    assert tracker.pending_prefill_tokens == 0
+
+
+def test_unknown_requests_and_repeated_calls_change_nothing() -> None:
+    tracker = tracker_with("a")
+    tracker.scheduled("ghost", ms(1))
+    tracker.produced("ghost", ms(1), 1)
+    tracker.finished("ghost")
+    tracker.arrived("a", ms(99), 500)
+    tracker.scheduled("a", ms(10))
+    tracker.scheduled("a", ms(90))
+    tracker.produced("a", ms(100), 0)
+    assert tracker.ttft_deadline_ns() == ms(250)
+    assert tracker.pending_prefill_tokens == 10
+    tracker.produced("a", ms(110), 1)
+    assert tracker.prefill_p99_ns() == ms(100)
+
+
+def test_prefill_quantile_forgets_the_distant_past() -> None:
+    tracker = SlackTracker(BUDGETS)
+    for index in range(300):
+        name, start_ns = f"r{index}", ms(1000 * index)
+        tracker.arrived(name, start_ns, 1)
+        tracker.scheduled(name, start_ns)
+        tracker.produced(name, start_ns + ms(900 if index == 0 else 20), 1)
+        tracker.finished(name)
+        assert tracker.prefill_p99_ns() == ms(900 if index < 99 else 20)
+
+
+def test_a_clock_that_runs_backwards_does_not_move_deadlines_back() -> None:
+    tracker = tracker_with("a", "b")
+    tracker.produced("a", ms(100), 1)
+    tracker.produced("b", ms(50), 1)
+    assert tracker.tpot_deadline_ns() == ms(160)
+
+
+def test_a_reused_id_is_a_new_request() -> None:
+    tracker = tracker_with("a")
+    for step in range(50):
+        tracker.produced("a", ms(step), 1)
+    tracker.finished("a")
+    tracker.arrived("a", ms(100), 10)
+    assert tracker.ttft_deadline_ns() == ms(350)
+    tracker.produced("a", ms(120), 1)
+    assert tracker.tpot_deadline_ns() == ms(180)
+
+
+def test_memory_stays_bounded_while_one_request_waits_for_ever() -> None:
+    tracker = tracker_with("waits")
+    tracker.arrived("decodes", 0, 1)
+    tracker.produced("decodes", 0, 1)
+    for index in range(5000):
+        tracker.arrived(f"r{index}", ms(index + 1), 1)
+        tracker.produced(f"r{index}", ms(index + 2), 1)
+        tracker.finished(f"r{index}")
+    assert tracker.ttft_deadline_ns() == ms(250)
+    assert len(tracker._ttft_heap) < 200
+    assert len(tracker._pace_heap) < 200
+
+
+class ScanningTracker:
+    """The same rules by a full scan: the oracle."""
+
+    def __init__(self) -> None:
+        self.requests: dict[str, list[int]] = {}  # arrival, first, last, tokens
+
+    def ttft_deadline_ns(self) -> int:
+        return min((r[0] + BUDGETS.ttft_ns for r in self.requests.values() if not r[3]), default=NEVER)
+
+    def tpot_deadline_ns(self) -> int:
+        return min(
+            (
+                min(r[1] + r[3] * BUDGETS.tpot_ns, r[2] + 2 * BUDGETS.tpot_ns)
+                for r in self.requests.values()
+                if r[3]
+            ),
+            default=NEVER,
+        )
+
+
+@settings(deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("apf"), st.integers(0, 6), st.integers(0, ms(200)), st.integers(1, 4)),
+        max_size=120,
+    )
+)
+def test_deadlines_equal_a_full_scan(calls: list[tuple[str, int, int, int]]) -> None:
+    tracker, oracle, now_ns = SlackTracker(BUDGETS), ScanningTracker(), 0
+    for call, number, elapsed_ns, tokens in calls:
+        name = f"r{number}"
+        now_ns += elapsed_ns
+        if call == "a":
+            tracker.arrived(name, now_ns - elapsed_ns // 2, tokens)
+            oracle.requests.setdefault(name, [now_ns - elapsed_ns // 2, 0, 0, 0])
+        elif call == "p":
+            tracker.produced(name, now_ns, tokens)
+            if name in oracle.requests:
+                known = oracle.requests[name]
+                known[1:] = [known[1] if known[3] else now_ns, now_ns, known[3] + tokens]
+        else:
+            tracker.finished(name)
+            oracle.requests.pop(name, None)
+        assert tracker.ttft_deadline_ns() == oracle.ttft_deadline_ns()
+        assert tracker.tpot_deadline_ns() == oracle.tpot_deadline_ns()
