@@ -1,0 +1,232 @@
+"""Rollout engine processes: start, readiness, exit, stop.
+
+Every engine runs under a warden (`warden.py`) and dies with rosed: a restarted rosed starts them afresh from
+the checkpoint and the host's staged deltas.  Adopting the engines of a former rosed is not supported yet;
+until then a dead rosed means dead engines, so that nothing runs that nobody gates.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from rose.config import Config, ReplicaConfig
+from rose.core.events import EngineExited, EngineReady, EngineStarted, NodeEvent
+from rose.engines.vllm.launch import EngineCommand
+from rose.units import ReplicaId, WeightVersion
+from rose_daemon.node import warden
+from rose_daemon.node.engine_http import EngineClient, EngineRefused, EngineUnreachable
+
+CommandBuilder = Callable[[ReplicaConfig, Config, int], EngineCommand]
+"""(replica, configuration, port) -> how to start its engine."""
+
+_READY_POLL_S = 0.25
+_LOG_LINES = 3
+_LOG_TAIL_BYTES = 8192
+_LINE_CHARACTERS = 200
+
+
+class Engine:
+    """One running (or starting) engine."""
+
+    def __init__(self, url: str, process: asyncio.subprocess.Process, client: EngineClient) -> None:
+        self.url = url
+        self.process = process
+        self.client = client
+        self.stop_reason = ""
+        """Why we end it; empty while we do not."""
+
+    @property
+    def pid(self) -> int:
+        """Pid of the warden, the root of the engine's processes."""
+        return self.process.pid
+
+
+class Engines:
+    """The engines that this rosed started, by replica.  Reports what happens to them as events."""
+
+    def __init__(
+        self,
+        config: Config,
+        build: CommandBuilder,
+        connect: Callable[[str], EngineClient],
+        emit: Callable[[NodeEvent], None],
+    ) -> None:
+        self._config = config
+        self._build = build
+        self._connect = connect
+        self._emit = emit
+        self._running: dict[ReplicaId, Engine] = {}
+        self._tasks: dict[ReplicaId, asyncio.Task[None]] = {}
+        self._stop_once_spawned: dict[ReplicaId, tuple[float, str]] = {}
+        self._stops: set[asyncio.Task[None]] = set()
+        self._logs = Path(config.node.state_dir) / "logs"
+
+    def get(self, replica: ReplicaId) -> Engine | None:
+        """The replica's engine, if a process exists."""
+        return self._running.get(replica)
+
+    def log_path(self, replica: ReplicaId) -> Path:
+        """Where the engine's output goes."""
+        return self._logs / f"{replica}.log"
+
+    def start(self, replica: ReplicaId, attempt: int) -> None:
+        """Spawn the engine; EngineStarted, then EngineReady or EngineExited follow."""
+        if (former := self._tasks.get(replica)) and not former.done():
+            return
+        self._tasks[replica] = asyncio.create_task(self._live(replica, attempt), name=f"engine {replica}")
+
+    def stop(self, replica: ReplicaId, grace_s: float, reason: str) -> None:
+        """End the engine: terminate, then kill after `grace_s`; EngineExited follows."""
+        engine = self._running.get(replica)
+        if engine is None:
+            if (task := self._tasks.get(replica)) and not task.done():
+                self._stop_once_spawned[replica] = (grace_s, reason)
+            return
+        if engine.stop_reason:
+            return
+        engine.stop_reason = reason or "stopped"
+        task = asyncio.create_task(self._end(engine, grace_s), name=f"stop {replica}")
+        self._stops.add(task)
+        task.add_done_callback(self._stops.discard)
+
+    async def close(self, grace_s: float) -> None:
+        """End every engine and wait until nothing of them is left."""
+        for replica in tuple(self._tasks):
+            self.stop(replica, grace_s, "shutdown")
+        await asyncio.gather(*self._tasks.values(), *self._stops, return_exceptions=True)
+
+    async def _live(self, replica: ReplicaId, attempt: int) -> None:
+        """One incarnation, from spawn to exit."""
+        section = self._config.replica(replica)
+        if section.port and not port_is_free(section.host, section.port):
+            reason = f"port_in_use: {section.host}:{section.port} is taken by another process"
+            self._emit(EngineExited(replica, None, reason))
+            return
+        port = section.port or free_port(section.host)
+        try:
+            process = await self._spawn(section, port, attempt)
+        except OSError as error:
+            self._emit(EngineExited(replica, None, f"spawn_failed: {error}"))
+            return
+        url = f"http://{_bracketed(section.host)}:{port}"
+        engine = self._running[replica] = Engine(url, process, self._connect(url))
+        self._emit(EngineStarted(replica, process.pid))
+        if (early := self._stop_once_spawned.pop(replica, None)) is not None:
+            self.stop(replica, *early)
+        readiness = asyncio.create_task(self._await_ready(replica, engine))
+        try:
+            code = await process.wait()
+        finally:
+            readiness.cancel()
+            await asyncio.gather(readiness, return_exceptions=True)
+            del self._running[replica]
+        self._emit(EngineExited(replica, code, engine.stop_reason or self._epitaph(replica, code)))
+
+    async def _spawn(self, section: ReplicaConfig, port: int, attempt: int) -> asyncio.subprocess.Process:
+        node = self._config.node
+        if section.kind == "opportunistic" and not section.cpus:
+            section = msgspec.structs.replace(section, cpus=self._config.device.cpus)
+        command = self._build(section, self._config, port)
+        log = self.log_path(section.id)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("a", encoding="utf-8") as file:
+            file.write(f"rosed: starting {section.id}, attempt {attempt}, port {port}\n")
+        keeper = (sys.executable, "-I", "-S", warden.__file__)
+        limits = (str(log), str(node.log_bytes_max), str(node.engine_stop_grace_s), "--")
+        return await asyncio.create_subprocess_exec(
+            *keeper,
+            *limits,
+            *command.argv,
+            env=command.env,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=None,
+            start_new_session=True,
+        )
+
+    async def _await_ready(self, replica: ReplicaId, engine: Engine) -> None:
+        """Poll until the engine answers as the one we started; end it when that takes too long."""
+        limit_s = self._config.node.engine_start_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                version = await self._first_answer(replica, engine)
+        except TimeoutError:
+            reason = f"start_timeout: no answer on {engine.url} within {limit_s:g} s"
+            self.stop(replica, self._config.node.engine_stop_grace_s, reason)
+            return
+        except EngineRefused as error:
+            self.stop(replica, self._config.node.engine_stop_grace_s, f"plugin_missing: {error.what}")
+            return
+        self._emit(EngineReady(replica, version))
+
+    async def _first_answer(self, replica: ReplicaId, engine: Engine) -> WeightVersion:
+        while True:
+            try:
+                if await engine.client.healthy():
+                    info = await engine.client.info()
+                    if info.role == "rollout" and info.name == replica:
+                        return WeightVersion(info.weight_version)
+                    raise EngineRefused(200, "foreign_engine", f"it is {info.role} {info.name}", None)
+            except EngineUnreachable:
+                pass
+            await asyncio.sleep(_READY_POLL_S)
+
+    async def _end(self, engine: Engine, grace_s: float) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            engine.process.send_signal(signal.SIGTERM)
+            try:
+                await asyncio.wait_for(engine.process.wait(), grace_s)
+            except TimeoutError:
+                engine.process.send_signal(signal.SIGTERM)  # the second one kills, see warden
+        await engine.process.wait()
+
+    def _epitaph(self, replica: ReplicaId, code: int) -> str:
+        """Why an engine ended that nobody told to: its exit code, and the end of its log."""
+        tail = log_tail(self.log_path(replica))
+        said = " | ".join(tail) or "the log is empty"
+        return f"exited_code_{code}: {said} (log: {self.log_path(replica)})"
+
+
+def log_tail(path: Path) -> list[str]:
+    """The last lines of a log that say something, shortened."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _LOG_TAIL_BYTES))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return []
+    lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("rosed: ")]
+    return [line[:_LINE_CHARACTERS] for line in lines[-_LOG_LINES:]]
+
+
+def port_is_free(host: str, port: int) -> bool:
+    """Whether a server could bind there now."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True
+
+
+def free_port(host: str) -> int:
+    """A port that nobody listens on now."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

@@ -1,0 +1,79 @@
+"""The journal of decisions: one line (now, event, effects) for each event."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from rose.core.effects import NodeEffect
+from rose.core.events import NodeEvent
+
+ROTATED = ".1"
+
+
+class Entry(msgspec.Struct, frozen=True):
+    """One line."""
+
+    now_ns: int
+    event: NodeEvent
+    effects: tuple[NodeEffect, ...]
+
+
+_decoder = msgspec.json.Decoder(Entry)
+
+
+class Journal:
+    """Appends to a file that is rotated at `bytes_max`; one former file is kept.
+
+    Every event is in it, observations included, so that replaying a journal from the start of rosed
+    through a fresh machine gives the same effects.
+    A disk that fails costs entries, counted in `lost`, and never a decision.
+    """
+
+    def __init__(self, path: Path, bytes_max: int) -> None:
+        self._path = path
+        self._bytes_max = bytes_max
+        self._encoder = msgspec.json.Encoder()
+        self.lost = 0
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file: BinaryIO | None = path.open("ab")
+
+    def write(self, now_ns: int, event: NodeEvent, effects: Sequence[NodeEffect]) -> None:
+        """Append one entry."""
+        line = self._encoder.encode(Entry(now_ns, event, tuple(effects))) + b"\n"
+        try:
+            file = self._file or self._path.open("ab")
+            if file.tell() + len(line) > self._bytes_max:
+                file.close()
+                self._path.replace(self._path.with_name(self._path.name + ROTATED))
+                file = self._path.open("ab")
+            self._file = file
+            file.write(line)
+        except OSError:
+            self.lost += 1
+            self._file = None
+
+    def flush(self) -> None:
+        """Hand buffered lines to the system."""
+        if self._file is not None:
+            try:
+                self._file.flush()
+            except OSError:
+                self.lost += 1
+
+    def close(self) -> None:
+        """Flush and close."""
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                self._file.close()
+            self._file = None
+
+
+def read(path: Path) -> list[Entry]:
+    """All entries of a journal file; a last line that was cut short is left out."""
+    lines = path.read_bytes().splitlines(keepends=True)
+    return [_decoder.decode(line) for line in lines if line.endswith(b"\n")]

@@ -1,0 +1,204 @@
+"""A small process between rosed and one engine: it keeps the log, and leaves nothing behind.
+
+Run by file path (`python -I -S warden.py LOG LOG_BYTES_MAX GRACE_S -- ARGV...`), standard library only, so
+that it starts in milliseconds and stays small.  An engine is several processes (API server, core, workers)
+and a killed API server leaves the others running.  The warden therefore is a child subreaper: whatever the
+engine started comes back to it when orphaned, and all of it is killed before the warden exits.
+
+- Standard input is the lifeline.  rosed holds the other end; when rosed dies, even by SIGKILL, it closes
+  and the warden ends the engine: SIGTERM, GRACE_S seconds, SIGKILL.
+- First SIGTERM: terminate the engine.  Second SIGTERM: kill it.
+- If the warden itself dies, the kernel sends the engine's first process SIGTERM (PR_SET_PDEATHSIG).
+- The engine's output goes to LOG; past LOG_BYTES_MAX the file becomes LOG.1 and a new one is begun.
+
+Exit code: the engine's own, or 128 + signal; 127 when the command could not be started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+from typing import BinaryIO
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_READ_BYTES = 1 << 16
+
+
+class BoundedLog:
+    """A log file that never holds more than about twice `bytes_max` on disk."""
+
+    def __init__(self, path: Path, bytes_max: int) -> None:
+        self._path = path
+        self._bytes_max = bytes_max
+        self._file = self._open()
+
+    def _open(self) -> BinaryIO:
+        return self._path.open("ab", buffering=0)
+
+    def write(self, data: bytes) -> None:
+        """Append; a full disk loses log lines, never the engine."""
+        with contextlib.suppress(OSError):
+            if self._file.tell() + len(data) > self._bytes_max:
+                self._file.close()
+                self._path.replace(self._path.with_suffix(".log.1"))
+                self._file = self._open()
+            self._file.write(data)
+
+
+class Warden:
+    """Runs one engine to its end."""
+
+    def __init__(self, argv: list[str], log: BoundedLog, grace_s: float) -> None:
+        self._argv = argv
+        self._log = log
+        self._grace_s = grace_s
+        self._kill_at: float | None = None
+        self._terminations = 0
+        self._wake = -1
+        self._engine: subprocess.Popen[bytes] | None = None
+
+    def run(self) -> int:
+        """Start the engine, wait for its end, kill what it left; the exit code."""
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        self._wake, wake_up = os.pipe()
+        os.set_blocking(wake_up, False)
+        signal.set_wakeup_fd(wake_up, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # only to be woken
+        signal.signal(signal.SIGTERM, self._on_term)
+        try:
+            engine = subprocess.Popen(  # one thread here, so preexec_fn is safe
+                self._argv,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0),  # noqa: PLW1509
+            )
+        except OSError as error:
+            self._log.write(f"rosed: cannot start {self._argv[0]}: {error}\n".encode())
+            return 127
+        self._engine = engine
+        if self._terminations:  # told to stop while starting
+            self._terminate()
+        self._watch(engine)
+        self._kill_all()
+        self._drain(engine)
+        code = engine.wait()
+        return code if code >= 0 else 128 - code
+
+    def _watch(self, engine: subprocess.Popen[bytes]) -> None:
+        """Copy output until the engine's first process has ended."""
+        assert engine.stdout is not None
+        with selectors.DefaultSelector() as selector:
+            selector.register(engine.stdout, selectors.EVENT_READ, self._on_output)
+            selector.register(sys.stdin.buffer, selectors.EVENT_READ, self._on_lifeline)
+            selector.register(self._wake, selectors.EVENT_READ, self._on_wake)
+            while not self._reap(engine.pid):
+                for key, _ in selector.select(self._patience_s()):
+                    if not key.data(key.fd):
+                        selector.unregister(key.fileobj)
+                if self._kill_at is not None and time.monotonic() >= self._kill_at:
+                    self._kill_all()
+
+    def _drain(self, engine: subprocess.Popen[bytes]) -> None:
+        """Log the last words; nobody is left to write more."""
+        assert engine.stdout is not None
+        while self._on_output(engine.stdout.fileno()):
+            pass
+
+    def _patience_s(self) -> float | None:
+        return None if self._kill_at is None else max(0.0, self._kill_at - time.monotonic())
+
+    @staticmethod
+    def _reap(engine_pid: int) -> bool:
+        """Collect adopted children that ended; True once the engine itself has (Popen collects that one)."""
+        while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            if ended.si_pid == engine_pid:
+                return True
+            os.waitpid(ended.si_pid, 0)
+        return False
+
+    @staticmethod
+    def _on_wake(descriptor: int) -> bool:
+        return bool(os.read(descriptor, _READ_BYTES))
+
+    def _on_output(self, descriptor: int) -> bool:
+        data = os.read(descriptor, _READ_BYTES)
+        self._log.write(data)
+        return bool(data)
+
+    def _on_lifeline(self, descriptor: int) -> bool:
+        try:
+            alive = bool(os.read(descriptor, _READ_BYTES))
+        except ConnectionResetError:
+            alive = False
+        if not alive:
+            self._log.write(b"rosed is gone: stopping the engine\n")
+            self._terminate()
+            self._kill_at = time.monotonic() + self._grace_s
+        return alive
+
+    def _on_term(self, _signal: int, _frame: FrameType | None) -> None:
+        self._terminations += 1
+        if self._terminations == 1:
+            self._terminate()
+        else:
+            self._kill_at = 0.0
+
+    def _terminate(self) -> None:
+        # Not through Popen, which would collect the exit status that `_reap` waits for.
+        if self._engine is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._engine.pid, signal.SIGTERM)
+
+    def _kill_all(self) -> None:
+        """SIGKILL every descendant, until none is left: a process may fork while it is being hunted."""
+        while victims := descendants(os.getpid()):
+            for pid in victims:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.01)
+
+
+def _parents() -> dict[int, int]:
+    """pid -> parent pid of every process that runs (proc(5): fields 3 and 4 of stat, after the name)."""
+    found: dict[int, int] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
+                if state not in "ZX":
+                    found[int(entry.name)] = int(parent)
+    return found
+
+
+def descendants(pid: int) -> list[int]:
+    """Children of a process, their children, and so on."""
+    parents = _parents()
+    found: list[int] = []
+    level = {pid}
+    while level:
+        level = {child for child, parent in parents.items() if parent in level}
+        found += level
+    return found
+
+
+def main() -> None:
+    """Entry point; see the module's docstring."""
+    log, bytes_max, grace_s, separator, *argv = sys.argv[1:]
+    assert separator == "--"
+    sys.exit(Warden(argv, BoundedLog(Path(log), int(bytes_max)), float(grace_s)).run())
+
+
+if __name__ == "__main__":
+    main()
