@@ -1,0 +1,190 @@
+"""The link to rose-scheduler: register, heartbeat, and what the scheduler tells us.
+
+A ZMQ DEALER that reconnects for ever.  Messages are never queued for a scheduler that is not there
+(ZMQ_IMMEDIATE): a heartbeat that cannot be sent is dropped, as the next one says more.  Each registration
+has a new session name, so that heartbeats of a former one cannot be mistaken.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Callable, Sequence
+from urllib.parse import urlsplit
+
+import msgspec
+import structlog
+import zmq
+import zmq.asyncio
+
+from rose import wire
+from rose.config import Config
+from rose.config_rules import is_loopback
+from rose.core.events import NodeEvent, ReplicaReport, SchedulerConnected, SchedulerLost, StepBegan
+from rose.errors import ConfigError
+from rose.units import NS_PER_MS, NS_PER_S, ReplicaId
+
+_BACKOFF_S = (0.25, 8.0)
+"""First and longest wait between two registrations."""
+_QUEUE_MAX = 16
+_RECONNECT_MS = (100, 2000)
+_GOODBYE_LINGER_MS = 500
+
+log = structlog.get_logger("rosed.link")
+
+
+class SchedulerLink:
+    """Keeps this node registered.  `run` is to be a task; `close` says goodbye."""
+
+    def __init__(
+        self,
+        config: Config,
+        reports: Callable[[], Sequence[ReplicaReport]],
+        emit: Callable[[NodeEvent], None],
+        clock_ns: Callable[[], int],
+    ) -> None:
+        self.address = config.scheduler.control
+        _refuse_open_network(self.address)
+        self._node = config.node.id
+        self._heartbeat_s = config.node.heartbeat_ms / 1000
+        self._silence_ns = round(
+            max(config.scheduler.suspect_after_ms, 3 * config.node.heartbeat_ms) * NS_PER_MS
+        )
+        self._reports = reports
+        self._emit = emit
+        self._clock_ns = clock_ns
+        self._context = zmq.asyncio.Context()
+        self._socket = self._connect()
+        self._now_wanted = asyncio.Event()
+        self._session = ""
+        self._heard_ns = 0
+        self._sequence = 0
+        self.registered = False
+        self.turns_in_flight: dict[ReplicaId, int] = {}
+        """Per replica, as the scheduler last said."""
+        self.leases: dict[ReplicaId, wire.Lease] = {}
+        """Leases that the scheduler granted on our replicas."""
+        self.garbage = 0
+        """Messages that did not decode; dropped."""
+
+    def report_now(self) -> None:
+        """Send the next heartbeat at once."""
+        self._now_wanted.set()
+
+    async def run(self) -> None:
+        """Stay registered until cancelled."""
+        listening = asyncio.create_task(self._listen())
+        try:
+            backoff_s = _BACKOFF_S[0]
+            while True:
+                if self.registered:
+                    backoff_s = _BACKOFF_S[0]
+                    await self._beat()
+                else:
+                    await self._register()
+                    await self._pause(backoff_s)
+                    backoff_s = min(2 * backoff_s, _BACKOFF_S[1])
+        finally:
+            listening.cancel()
+            await asyncio.gather(listening, return_exceptions=True)
+
+    async def close(self) -> None:
+        """Say goodbye, if anybody listens, and close the socket."""
+        if self.registered:
+            await self._send(wire.Goodbye(self._node, self._session))
+        self._socket.close(linger=_GOODBYE_LINGER_MS)
+        self._context.term()
+
+    def _connect(self) -> zmq.asyncio.Socket:
+        connection = self._context.socket(zmq.DEALER)
+        connection.setsockopt(zmq.IMMEDIATE, 1)
+        connection.setsockopt(zmq.SNDHWM, _QUEUE_MAX)
+        connection.setsockopt(zmq.RCVHWM, _QUEUE_MAX * 16)
+        connection.setsockopt(zmq.MAXMSGSIZE, wire.MESSAGE_BYTES_MAX)
+        connection.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS[0])
+        connection.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MS[1])
+        connection.setsockopt(zmq.LINGER, 0)
+        connection.connect(self.address)
+        return connection
+
+    async def _register(self) -> None:
+        self._session = uuid.uuid4().hex
+        self._sequence = 0
+        await self._send(wire.Register(wire.PROTOCOL, self._node, self._session, tuple(self._reports())))
+
+    async def _beat(self) -> None:
+        """One heartbeat, then wait for the next one's time; notices a scheduler that fell silent."""
+        if self._clock_ns() - self._heard_ns > self._silence_ns:
+            self._lose("scheduler_silent")
+            return
+        self._sequence += 1
+        reports = tuple(self._reports())
+        await self._send(wire.Heartbeat(self._node, self._session, self._sequence, reports))
+        await self._pause(self._heartbeat_s)
+
+    async def _pause(self, seconds: float) -> None:
+        """Wait, or be woken by `report_now` or an answer."""
+        try:
+            await asyncio.wait_for(self._now_wanted.wait(), seconds)
+        except TimeoutError:
+            return
+        self._now_wanted.clear()
+
+    async def _send(self, message: wire.ToScheduler) -> None:
+        try:
+            await self._socket.send(wire.pack(message), flags=zmq.NOBLOCK)
+        except zmq.Again:
+            log.debug("message dropped", code="scheduler_unreachable", kind=type(message).__name__)
+
+    async def _listen(self) -> None:
+        while True:
+            data = await self._socket.recv()
+            try:
+                message = wire.unpack_to_node(data)
+            except msgspec.DecodeError as error:
+                self.garbage += 1
+                if self.garbage == 1:
+                    log.warning("message dropped", code="garbage", error=str(error))
+                continue
+            self._handle(message)
+
+    def _handle(self, message: wire.ToNode) -> None:
+        now_ns = self._clock_ns()
+        match message:
+            case wire.Welcome(session=session):
+                if session == self._session:
+                    self._heard_ns = now_ns
+                    self.registered = True
+                    self._now_wanted.set()
+                    self._emit(SchedulerConnected(session))
+            case wire.HeartbeatAck(turns_in_flight=turns):
+                self._heard_ns = now_ns
+                self.turns_in_flight = dict(turns)
+            case wire.Unregistered(session=session):
+                if session == self._session and self.registered:
+                    self._lose("scheduler_restarted")
+                    self._now_wanted.set()
+            case wire.Step(job=job, rl_step=rl_step, required_version=version):
+                self._heard_ns = now_ns
+                self._emit(StepBegan(job, rl_step, version))
+            case wire.Lease(replica=replica, granted=granted):
+                self._heard_ns = now_ns
+                if granted:
+                    self.leases[replica] = message
+                else:
+                    self.leases.pop(replica, None)
+
+    def _lose(self, code: str) -> None:
+        silent_s = (self._clock_ns() - self._heard_ns) / NS_PER_S
+        log.warning("scheduler lost", code=code, silent_s=round(silent_s, 1))
+        self.registered = False
+        self.turns_in_flight = {}
+        self.leases.clear()
+        self._emit(SchedulerLost())
+
+
+def _refuse_open_network(address: str) -> None:
+    """Messages are not encrypted: anything but this host is refused, however the address got here."""
+    parts = urlsplit(address)
+    if parts.scheme == "tcp" and not is_loopback(parts.hostname or ""):
+        raise ConfigError(f"{address} is not loopback, and CURVE is not configured")
