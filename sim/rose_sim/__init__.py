@@ -1,1 +1,1 @@
-"""The simulator's place: it will drive the machines of `rose.core` with a virtual clock.  Empty in this release."""
+"""The simulator's place: it will drive `rose.core` with a virtual clock.  Empty in this release."""
