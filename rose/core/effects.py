@@ -96,11 +96,16 @@ class DispatchTurn(Effect, frozen=True):
 
 
 class StopTurn(Effect, frozen=True):
-    """Abort the turn's attempt on a replica (it stalled, must move, or its client is gone)."""
+    """Abort the turn's attempt on a replica (it stalled, must move, or its client is gone).
+
+    The attempt counts as ended: tokens that came before this are kept, those after it are dropped, and
+    nothing more is reported of it.
+    """
 
     turn: TurnId
     replica: ReplicaId
     reason: str
+    attempt: int = 0
 
 
 class FailTurn(Effect, frozen=True):

@@ -80,7 +80,8 @@ class VersionStaged(Event, frozen=True):
 
     job: JobId
     version: WeightVersion
-    base_version: WeightVersion
+    base_version: WeightVersion | None
+    """None: an anchor, which follows any older version."""
     path: str
 
 
@@ -266,6 +267,9 @@ class TurnProgressed(Event, frozen=True):
     turn: TurnId
     replica: ReplicaId
     tokens: int
+    """Tokens of this attempt so far, so that a repeat changes nothing."""
+    attempt: int = 0
+    """The attempt of `DispatchTurn` that this is about; another than the present one is ignored.  0: not told."""
 
 
 class TurnFinished(Event, frozen=True):
@@ -274,6 +278,8 @@ class TurnFinished(Event, frozen=True):
     turn: TurnId
     replica: ReplicaId
     tokens: int
+    """Tokens of this attempt."""
+    attempt: int = 0
 
 
 class TurnInterrupted(Event, frozen=True):
@@ -284,6 +290,16 @@ class TurnInterrupted(Event, frozen=True):
     reason: str
     tokens: int
     """Tokens of this attempt that the gateway kept."""
+    attempt: int = 0
+
+
+class TurnRefused(Event, frozen=True):
+    """The engine refused the request itself (a 4xx, already passed on to the client): trying again is no use."""
+
+    turn: TurnId
+    replica: ReplicaId
+    reason: str
+    attempt: int = 0
 
 
 class TurnCancelled(Event, frozen=True):
@@ -301,7 +317,7 @@ class ReplicaDrainRequested(Event, frozen=True):
 
 ClusterEvent = (
     Tick | NodeRegistered | NodeHeartbeat | NodeLeft | JobSubmitted | JobEnded | JobStepBegan | JobStepEnded
-    | VersionPublished | TurnArrived | TurnProgressed | TurnFinished | TurnInterrupted | TurnCancelled
-    | ReplicaDrainRequested
+    | VersionPublished | TurnArrived | TurnProgressed | TurnFinished | TurnInterrupted | TurnRefused
+    | TurnCancelled | ReplicaDrainRequested
 )  # fmt: skip
 

@@ -1,0 +1,331 @@
+"""Where a turn runs: one `Router` per job, over the replicas leased to it.
+
+The order is the paper's, per turn:
+
+1. `affinity`: the replica that holds the trajectory's prefix (its pin);
+2. `serving`: a borrowed replica, as long as it would then be loaded no more than the best dedicated one;
+3. `least_loaded`: the least loaded dedicated replica;
+4. `returned`: the replica that last interrupted the turn, once its back-off is over and if nothing else is fit;
+5. else the turn waits in the queue.
+
+Rule 2 with the load condition keeps both kinds busy: taken literally, "serving replicas first" would fill
+those up to the cap while dedicated ones idle.
+
+Load is what the scheduler itself has sent and not seen end, never scraped: the larger of turns/cap and
+tokens (prompt + most output)/KV budget.  At most `cap` turns run on a replica at a time; that bounds the
+trajectories whose KV it must hold.
+
+A gate that is closed at the moment is a tie-break only, since it may flip many times a second between two
+heartbeats.  A gate not seen open for `gate_patience_ns` makes its replica `held`: it comes after all others,
+even for the trajectories pinned to it, but still before the queue.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from rose.core.versions import VersionWindow
+from rose.units import JobId, ReplicaId, TrajectoryId, TurnId, WeightVersion
+
+AFFINITY = "affinity"
+SERVING = "serving"
+LEAST_LOADED = "least_loaded"
+RETURNED = "returned"
+
+_HEAP_SLACK = 64
+
+
+class Condition(NamedTuple):
+    """What decides whether a replica takes turns, as membership knows it."""
+
+    takes_turns: bool
+    weight_version: WeightVersion
+    gate_open: bool
+    gate_held: bool
+    kv_budget_tokens: int
+    """0 if not known."""
+
+
+class Want(NamedTuple):
+    """What one turn needs."""
+
+    tokens: int
+    """Its weight: prompt and most output."""
+    pin: ReplicaId | None = None
+    avoid: ReplicaId | None = None
+    """The replica that interrupted it last."""
+    avoid_strictly: bool = False
+    """Its back-off is not over."""
+    version_min: WeightVersion | None = None
+
+
+class Pick(NamedTuple):
+    """A replica for a turn and the rule that chose it."""
+
+    replica: ReplicaId
+    why: str
+
+
+@dataclass(slots=True)
+class _Route:
+    """A leased replica as the router sees it."""
+
+    id: ReplicaId
+    serving: bool
+    order: int
+    """Breaks ties; grows in order of the leases."""
+    condition: Condition
+    turns: dict[TurnId, int] = field(default_factory=dict)
+    """Turns in flight here with their weights."""
+    tokens: int = 0
+    open: bool = False
+    """Takes a turn of this job now."""
+    stamp: int = 0
+    """Heap entries with another stamp are outdated."""
+
+
+_Entry = tuple[bool, float, bool, int, int, _Route]
+
+
+class Router:
+    """Chooses among the replicas of one job and keeps count of what runs on each."""
+
+    def __init__(self, cap: int, window: VersionWindow) -> None:
+        self._cap = cap
+        self._window = window
+        self._routes: dict[ReplicaId, _Route] = {}
+        self._heaps: dict[bool, list[_Entry]] = {True: [], False: []}
+        self._orders = 0
+        self._stamps = 0
+        self._open_routes = 0
+        self._opened = False
+
+    def __contains__(self, replica: ReplicaId) -> bool:
+        return replica in self._routes
+
+    def has_room(self) -> bool:
+        """Whether any replica takes a turn that is not choosy."""
+        return self._open_routes > 0
+
+    def pop_opened(self) -> bool:
+        """Whether, since last asked, a replica opened or changed its version: blocked turns may fit now."""
+        opened, self._opened = self._opened, False
+        return opened
+
+    def is_open(self, replica: ReplicaId) -> bool:
+        """Whether the replica takes a turn of this job now."""
+        route = self._routes.get(replica)
+        return route is not None and route.open
+
+    def turns_on(self, replica: ReplicaId) -> list[TurnId]:
+        """Turns in flight there, in order of dispatch."""
+        route = self._routes.get(replica)
+        return [] if route is None else list(route.turns)
+
+    def count_on(self, replica: ReplicaId) -> int:
+        """Number of turns in flight there."""
+        route = self._routes.get(replica)
+        return 0 if route is None else len(route.turns)
+
+    def busy(self) -> list[ReplicaId]:
+        """Replicas with turns in flight."""
+        return [route.id for route in self._routes.values() if route.turns]
+
+    def add(self, replica: ReplicaId, serving: bool, condition: Condition) -> None:
+        """A replica was leased to the job."""
+        assert replica not in self._routes, f"{replica} is already routed to"
+        self._orders += 1
+        route = self._routes[replica] = _Route(replica, serving, self._orders, condition)
+        self._refresh(route)
+
+    def remove(self, replica: ReplicaId) -> None:
+        """Its lease ended; no turn may be in flight there any more."""
+        route = self._routes.pop(replica)
+        assert not route.turns, f"{replica} is removed while it runs {len(route.turns)} turns"
+        self._open_routes -= route.open
+        route.stamp = -1
+
+    def update(self, replica: ReplicaId, condition: Condition) -> None:
+        """A newer report of the replica arrived."""
+        route = self._routes[replica]
+        if condition == route.condition:
+            return
+        if condition.weight_version != route.condition.weight_version:
+            self._opened = True
+        route.condition = condition
+        self._refresh(route)
+
+    def configure(self, cap: int, window: VersionWindow) -> None:
+        """The job's cap or version window changed."""
+        if (cap, window) == (self._cap, self._window):
+            return
+        self._cap, self._window = cap, window
+        self._opened = True
+        for route in self._routes.values():
+            self._refresh(route)
+
+    def begin(self, replica: ReplicaId, turn: TurnId, tokens: int) -> None:
+        """A turn was sent to the replica."""
+        route = self._routes[replica]
+        assert route.open and turn not in route.turns, f"{turn} must not be sent to {replica}"
+        route.turns[turn] = tokens
+        route.tokens += tokens
+        self._refresh(route)
+
+    def end(self, replica: ReplicaId, turn: TurnId) -> None:
+        """The turn's attempt there ended."""
+        route = self._routes[replica]
+        route.tokens -= route.turns.pop(turn)
+        self._refresh(route)
+
+    def pick(self, want: Want) -> Pick | None:
+        """The replica for a turn, or None: it has to wait."""
+        pinned = self._routes.get(want.pin) if want.pin is not None and want.pin != want.avoid else None
+        if pinned is not None and not (pinned.open and self._suits(pinned, want)):
+            pinned = None
+        if pinned is not None and not pinned.condition.gate_held:
+            return Pick(pinned.id, AFFINITY)
+        best = self._best(want)
+        if best is None:
+            return self._back_to(want)
+        if pinned is not None and best.condition.gate_held:
+            return Pick(pinned.id, AFFINITY)
+        return Pick(best.id, SERVING if best.serving else LEAST_LOADED)
+
+    # ---- inside ------------------------------------------------------------------------------------
+
+    def _suits(self, route: _Route, want: Want) -> bool:
+        return want.version_min is None or route.condition.weight_version >= want.version_min
+
+    def _back_to(self, want: Want) -> Pick | None:
+        if want.avoid is None or want.avoid_strictly:
+            return None
+        route = self._routes.get(want.avoid)
+        if route is None or not route.open or not self._suits(route, want):
+            return None
+        return Pick(route.id, RETURNED)
+
+    def _best(self, want: Want) -> _Route | None:
+        serving, dedicated = self._top(True, want), self._top(False, want)
+        if serving is None or dedicated is None:
+            return serving or dedicated
+        return (
+            serving if self._rank(serving, want.tokens) <= self._rank(dedicated, want.tokens) else dedicated
+        )
+
+    def _rank(self, route: _Route, more_tokens: int) -> tuple[bool, float, bool]:
+        """How little a replica invites a turn of that weight."""
+        condition = route.condition
+        return (condition.gate_held, self._load(route, 1, more_tokens), not condition.gate_open)
+
+    def _load(self, route: _Route, more_turns: int = 0, more_tokens: int = 0) -> float:
+        turns = (len(route.turns) + more_turns) / self._cap
+        budget = route.condition.kv_budget_tokens
+        return max(turns, (route.tokens + more_tokens) / budget) if budget > 0 else turns
+
+    def _top(self, serving: bool, want: Want) -> _Route | None:
+        """The least loaded open replica of a kind that the turn may use."""
+        heap = self._heaps[serving]
+        aside: list[_Entry] = []
+        found = None
+        while heap:
+            entry = heap[0]
+            route = entry[-1]
+            if entry[-2] != route.stamp:
+                heapq.heappop(heap)
+            elif route.id == want.avoid or not self._suits(route, want):
+                aside.append(heapq.heappop(heap))
+            else:
+                found = route
+                break
+        for entry in aside:
+            heapq.heappush(heap, entry)
+        return found
+
+    def _refresh(self, route: _Route) -> None:
+        """Bring the route's place in its heap up to date after any change to it."""
+        condition = route.condition
+        was_open = route.open
+        route.open = (
+            condition.takes_turns
+            and len(route.turns) < self._cap
+            and self._window.admits(condition.weight_version)
+        )
+        self._open_routes += route.open - was_open
+        self._opened |= route.open and not was_open
+        self._stamps += 1
+        route.stamp = self._stamps
+        if route.open:
+            heap = self._heaps[route.serving]
+            if len(heap) > 2 * len(self._routes) + _HEAP_SLACK:
+                heap[:] = [entry for entry in heap if entry[-2] == entry[-1].stamp]
+                heapq.heapify(heap)
+            heapq.heappush(heap, self._entry(route))
+
+    def _entry(self, route: _Route) -> _Entry:
+        condition = route.condition
+        load = self._load(route)
+        return (condition.gate_held, load, not condition.gate_open, route.order, route.stamp, route)
+
+
+class Pins:
+    """Which replica holds a trajectory's prefix; bounded, least recently used first to go."""
+
+    def __init__(self, pins_max: int, ttl_ns: int) -> None:
+        self._pins_max = pins_max
+        self._ttl_ns = ttl_ns
+        self._pins: OrderedDict[tuple[JobId, TrajectoryId], tuple[ReplicaId, int]] = OrderedDict()
+        self._on: dict[ReplicaId, dict[tuple[JobId, TrajectoryId], None]] = {}
+
+    def __len__(self) -> int:
+        return len(self._pins)
+
+    def next_deadline_ns(self) -> int | None:
+        """When the oldest pin expires."""
+        for _, used_ns in self._pins.values():
+            return used_ns + self._ttl_ns
+        return None
+
+    def get(self, job: JobId, trajectory: TrajectoryId) -> ReplicaId | None:
+        """The replica that the trajectory last ran on."""
+        pin = self._pins.get((job, trajectory))
+        return None if pin is None else pin[0]
+
+    def put(
+        self, job: JobId, trajectory: TrajectoryId, replica: ReplicaId, now_ns: int
+    ) -> list[TrajectoryId]:
+        """The trajectory runs on `replica` now; answers the trajectories forgotten for it."""
+        key = (job, trajectory)
+        self._forget(key)
+        self._pins[key] = (replica, now_ns)
+        self._on.setdefault(replica, {})[key] = None
+        if len(self._pins) <= self._pins_max:
+            return []
+        return [self._forget(next(iter(self._pins)))]
+
+    def expire(self, now_ns: int) -> list[TrajectoryId]:
+        """Forget the trajectories that have not run for the time to live."""
+        forgotten = []
+        while (due_ns := self.next_deadline_ns()) is not None and due_ns <= now_ns:
+            forgotten.append(self._forget(next(iter(self._pins))))
+        return forgotten
+
+    def drop_replica(self, replica: ReplicaId) -> list[TrajectoryId]:
+        """The replica left: its prefixes are gone."""
+        return [self._forget(key) for key in list(self._on.get(replica, ()))]
+
+    def drop_job(self, job: JobId) -> list[TrajectoryId]:
+        """The job is over."""
+        return [self._forget(key) for key in [key for key in self._pins if key[0] == job]]
+
+    def _forget(self, key: tuple[JobId, TrajectoryId]) -> TrajectoryId:
+        pin = self._pins.pop(key, None)
+        if pin is not None:
+            held = self._on[pin[0]]
+            del held[key]
+            if not held:
+                del self._on[pin[0]]
+        return key[1]

@@ -1,0 +1,66 @@
+"""Which weight versions a job's turns may run on.
+
+The trainer names a `required_version` when a step begins.  With staleness bound α (`staleness_max`) a
+replica may serve the job iff its version lies in the window
+
+    required - α  <=  version  <=  required            (α = 0: on-policy, exactly the required version)
+    required - α  <=  version  <=  latest published    (α > 0: a replica may run ahead of the step)
+
+A version nobody has announced is never in the window: what such weights are is unknown.  A turn may ask
+for a higher floor (`version_min`), never for a lower one.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from rose.units import WeightVersion
+
+
+class VersionWindow(NamedTuple):
+    """Versions that a job's turns may run on, both ends included."""
+
+    floor: int
+    ceiling: int
+
+    def admits(self, version: int, version_min: int | None = None) -> bool:
+        """Whether a replica on `version` may run a turn that asks for at least `version_min`."""
+        floor = self.floor if version_min is None else max(self.floor, version_min)
+        return floor <= version <= self.ceiling
+
+
+class JobVersions:
+    """One job's published and required versions."""
+
+    def __init__(self, staleness_max: int) -> None:
+        self.staleness_max = staleness_max
+        self.required = WeightVersion(0)
+        self.latest = WeightVersion(0)
+        """Highest version published or required so far."""
+        self.rl_step: int | None = None
+        """None until the first step began."""
+
+    @property
+    def window(self) -> VersionWindow:
+        """The versions that are fit now."""
+        ceiling = self.latest if self.staleness_max else self.required
+        return VersionWindow(self.required - self.staleness_max, ceiling)
+
+    def publish(self, version: WeightVersion) -> bool:
+        """The trainer committed `version`; False if that was known or overtaken."""
+        if version <= self.latest:
+            return False
+        self.latest = version
+        return True
+
+    def begin_step(self, rl_step: int, required: WeightVersion) -> bool:
+        """A step began; False for a repeat or a late message of an earlier step, which changes nothing.
+
+        `required` may be lower than before: a trainer that rolls back does so with a new step.
+        """
+        if self.rl_step is not None and rl_step <= self.rl_step:
+            return False
+        self.rl_step = rl_step
+        self.required = required
+        self.latest = max(self.latest, required)
+        return True
