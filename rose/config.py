@@ -194,6 +194,12 @@ class RelayConfig(_Section, frozen=True):
     """Token that trainers and nodes must send; empty means none is asked for (loopback only)."""
     stage_ttl_s: float = 600
     """A version that was begun and not committed by then is dropped."""
+    tls_cert: str = ""
+    """Certificate chain (PEM) of `rose relay`; any address but loopback needs TLS and a token."""
+    tls_key: str = ""
+    """Private key (PEM) of the certificate."""
+    tls_ca: str = ""
+    """Certificates (PEM) by which trainers and nodes know the relay; empty means the system's."""
 
 
 class JobConfig(_Section, frozen=True):

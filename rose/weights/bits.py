@@ -43,7 +43,7 @@ _NUMPY_NAMES: Mapping[str, str] = {
 _WORD_DTYPES: Mapping[int, np.dtype[Any]] = {size: np.dtype(f"<u{size}") for size in (1, 2, 4, 8)}
 
 
-class UnsupportedTensorError(RoseError):
+class UnsupportedTensor(RoseError):
     """A value of the state is not a tensor that can be shipped."""
 
 
@@ -57,11 +57,9 @@ class Bits:
 
     def __post_init__(self) -> None:
         if self.dtype not in ITEMSIZE:
-            raise UnsupportedTensorError(
-                f"dtype {self.dtype} cannot be shipped", f"known: {', '.join(ITEMSIZE)}"
-            )
+            raise UnsupportedTensor(f"dtype {self.dtype} cannot be shipped", f"known: {', '.join(ITEMSIZE)}")
         if self.words.dtype != word_dtype(self.dtype) or self.words.shape != (math.prod(self.shape),):
-            raise UnsupportedTensorError(
+            raise UnsupportedTensor(
                 f"{self.words.size} words of {self.words.dtype} are no {self.dtype} of shape {self.shape}"
             )
 
@@ -91,7 +89,7 @@ def word_dtype(dtype: str) -> np.dtype[Any]:
 def as_bits(value: object) -> Bits:
     """View a torch tensor (any device), a NumPy array or Bits as Bits, without a copy where possible.
 
-    NumPy has no bfloat16: pass such bits as `Bits("BF16", shape, words)`.  Raises UnsupportedTensorError.
+    NumPy has no bfloat16: pass such bits as `Bits("BF16", shape, words)`.  Raises UnsupportedTensor.
     """
     if isinstance(value, Bits):
         return value
@@ -100,24 +98,24 @@ def as_bits(value: object) -> Bits:
     torch = sys.modules.get("torch")  # whoever has a tensor has imported it; we never do
     if torch is not None and isinstance(value, torch.Tensor):
         return _from_torch(value, torch)
-    raise UnsupportedTensorError(f"a {type(value).__name__} is not a tensor")
+    raise UnsupportedTensor(f"a {type(value).__name__} is not a tensor")
 
 
 def as_state(tensors: Mapping[str, object]) -> dict[str, Bits]:
-    """`as_bits` of every parameter, in order of name.  Raises UnsupportedTensorError naming the parameter."""
+    """`as_bits` of every parameter, in order of name.  Raises UnsupportedTensor naming the parameter."""
     state: dict[str, Bits] = {}
     for name in sorted(tensors):
         try:
             state[name] = as_bits(tensors[name])
-        except UnsupportedTensorError as error:
-            raise UnsupportedTensorError(f"{name}: {error.what}", error.hint) from None
+        except UnsupportedTensor as error:
+            raise UnsupportedTensor(f"{name}: {error.what}", error.hint) from None
     return state
 
 
 def _from_numpy(array: npt.NDArray[Any]) -> Bits:
     dtype = _NUMPY_NAMES.get(array.dtype.str[1:])
     if dtype is None:
-        raise UnsupportedTensorError(f"NumPy dtype {array.dtype} cannot be shipped")
+        raise UnsupportedTensor(f"NumPy dtype {array.dtype} cannot be shipped")
     little = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<")).reshape(-1)
     return Bits(dtype, tuple(array.shape), little.view(word_dtype(dtype)))
 
@@ -125,7 +123,7 @@ def _from_numpy(array: npt.NDArray[Any]) -> Bits:
 def _from_torch(tensor: Any, torch: Any) -> Bits:
     dtype = _TORCH_NAMES.get(str(tensor.dtype).removeprefix("torch."))
     if dtype is None or tensor.layout != torch.strided:
-        raise UnsupportedTensorError(f"torch dtype {tensor.dtype} cannot be shipped")
+        raise UnsupportedTensor(f"torch dtype {tensor.dtype} cannot be shipped")
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[ITEMSIZE[dtype]]
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(integers).numpy()
     return Bits(dtype, tuple(int(size) for size in tensor.shape), flat.view(word_dtype(dtype)))

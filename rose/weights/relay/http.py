@@ -1,0 +1,61 @@
+"""The HTTP dialect of the embedded relay: what its client and its server agree on.
+
+    PUT    /rose/relay/v1/jobs/{job}/versions/{version}/buckets/{bucket}   x-rose-digest
+    GET    /rose/relay/v1/jobs/{job}/versions/{version}/buckets/{bucket}   Range
+    PUT    /rose/relay/v1/jobs/{job}/versions/{version}/manifest
+    GET    /rose/relay/v1/jobs/{job}/versions/{version}/manifest
+    DELETE /rose/relay/v1/jobs/{job}/versions/{version}/staged
+    DELETE /rose/relay/v1/jobs/{job}/versions/{version}
+    GET    /rose/relay/v1/jobs/{job}                                        -> JobStat
+    GET    /rose/relay/v1/jobs/{job}/latest?after=&wait_s=                  -> Latest
+    GET    /health
+
+Every answer names the relay's epoch in `x-rose-epoch`; every error is a `Refusal` in JSON.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from rose.errors import CorruptDelta, RoseError, VersionConflict
+from rose.units import WeightVersion
+from rose.weights.relay import RelayDenied, RelayFull, VersionGone
+
+ROOT = "/rose/relay/v1/jobs"
+EPOCH_HEADER = "x-rose-epoch"
+DIGEST_HEADER = "x-rose-digest"
+WAIT_MAX_S = 60.0
+"""Longest long-poll; a longer wait is several polls."""
+
+
+class BadRequest(RoseError):
+    """A request that no retry will help."""
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """Body of every error answer."""
+
+    error: str
+    detail: str
+    missing: tuple[str, ...] = ()
+    """Buckets without which the version cannot be committed (error `missing`)."""
+
+
+class Latest(msgspec.Struct, frozen=True):
+    """The newest version above the one asked for, if any."""
+
+    version: WeightVersion | None
+
+
+STATUS_BY_ERROR: dict[str, tuple[int, type[RoseError]]] = {
+    "bad_request": (400, BadRequest),
+    "denied": (401, RelayDenied),
+    "gone": (404, VersionGone),
+    "conflict": (409, VersionConflict),
+    "corrupt": (422, CorruptDelta),
+    "full": (507, RelayFull),
+}
+"""Error code in a Refusal -> HTTP status, and the exception it stands for on both sides."""
+
+MISSING = "missing"
+MISSING_STATUS = 409
