@@ -139,8 +139,9 @@ def _check_addresses(config: Config, refuse: _Refuse) -> None:
         refuse(
             "scheduler.gateway_host", f"{scheduler.gateway_host} is not loopback", "set scheduler.token_file"
         )
-    if not is_loopback(relay.host):
-        refuse("relay.host", f"{relay.host} is not loopback, and TLS is not configured")
+    if not is_loopback(relay.host) and not (relay.tls_cert and relay.tls_key and relay.token_file):
+        hint = "set relay.tls_cert, relay.tls_key and relay.token_file"
+        refuse("relay.host", f"{relay.host} is not loopback", hint)
     for key, url in (("serving.url", config.serving.url), ("relay.url", relay.url)):
         parts = urlsplit(url)
         if url and not (parts.scheme in ("http", "https") and parts.hostname):

@@ -1,0 +1,157 @@
+"""The warden: nothing of an engine outlives it, whatever ends first."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from rose_daemon.node import warden
+
+# An engine as vLLM builds one: a first process with a child that has its own session and ignores SIGTERM.
+STUBBORN_CHILD = """
+import signal, subprocess, sys, time
+child = subprocess.Popen(
+    [sys.executable, "-I", "-S", "-c",
+     "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('child up', flush=True); time.sleep(600)"],
+    start_new_session=True)
+print("pid", child.pid, flush=True)
+"""  # fmt: skip  # noqa: E501
+
+
+class Run:
+    def __init__(self, log: Path, script: str, grace_s: float, bytes_max: int) -> None:
+        self.log = log
+        self.process = subprocess.Popen(
+            [
+                *(sys.executable, "-I", "-S", warden.__file__, str(log), str(bytes_max), str(grace_s), "--"),
+                *(sys.executable, "-I", "-S", "-c", script),
+            ],
+            stdin=subprocess.PIPE,
+        )
+
+    def text(self) -> str:
+        return self.log.read_text() if self.log.exists() else ""
+
+
+Start = Callable[..., Run]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    runs: list[Run] = []
+
+    def begin(script: str, grace_s: float = 5, bytes_max: int = 1 << 20) -> Run:
+        runs.append(Run(tmp_path / f"engine-{len(runs)}.log", script, grace_s, bytes_max))
+        return runs[-1]
+
+    yield begin
+    for run in runs:
+        assert run.process.stdin
+        run.process.stdin.close()
+        run.process.kill()
+        run.process.wait()
+
+
+def until(condition: Callable[[], object], limit_s: float = 15) -> None:
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline, "timed out"
+        time.sleep(0.02)
+
+
+def child_pid(run: Run) -> int:
+    until(lambda: "child up" in run.text())
+    return int(run.text().split("pid ")[1].split()[0])
+
+
+def runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def test_output_and_exit_code_come_through(start: Start) -> None:
+    run = start("import sys; print('to stdout'); print('to stderr', file=sys.stderr); sys.exit(7)")
+    assert run.process.wait(15) == 7
+    assert "to stdout" in run.text()
+    assert "to stderr" in run.text()
+
+
+def test_death_by_signal_is_told_as_128_plus_signal(start: Start) -> None:
+    run = start("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+    assert run.process.wait(15) == 128 + signal.SIGKILL
+
+
+def test_a_command_that_does_not_exist(tmp_path: Path) -> None:
+    argv = [sys.executable, warden.__file__, str(tmp_path / "log"), "1000", "1", "--", "/no/such/engine"]
+    assert subprocess.run(argv, check=False, stdin=subprocess.DEVNULL, timeout=15).returncode == 127
+    assert "cannot start /no/such/engine" in (tmp_path / "log").read_text()
+
+
+def test_a_dead_engine_takes_its_orphans_along(start: Start) -> None:
+    run = start(STUBBORN_CHILD + "time.sleep(1)")
+    child = child_pid(run)
+    assert run.process.wait(15) == 0
+    assert not runs(child)
+
+
+def test_the_end_of_rosed_ends_everything(start: Start) -> None:
+    run = start(
+        STUBBORN_CHILD + "signal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(600)", grace_s=0.3
+    )
+    child = child_pid(run)
+    assert run.process.stdin
+    run.process.stdin.close()  # what the kernel does when rosed is killed
+    assert run.process.wait(15) == 128 + signal.SIGKILL
+    assert not runs(child)
+    assert "rosed is gone" in run.text()
+
+
+def test_sigterm_asks_and_a_second_one_kills(start: Start) -> None:
+    polite = "print('got term', flush=True)"
+    run = start(
+        STUBBORN_CHILD + f"signal.signal(signal.SIGTERM, lambda *_: {polite})\nwhile True: time.sleep(1)",
+    )
+    child = child_pid(run)
+    time.sleep(0.2)
+    run.process.send_signal(signal.SIGTERM)
+    until(lambda: "got term" in run.text())
+    assert run.process.poll() is None
+    run.process.send_signal(signal.SIGTERM)
+    assert run.process.wait(15) == 128 + signal.SIGKILL
+    assert not runs(child)
+
+
+def test_a_killed_warden_takes_the_engines_first_process_along(start: Start) -> None:
+    run = start("import os, time; print('pid', os.getpid(), 'child up', flush=True); time.sleep(600)")
+    engine = child_pid(run)
+    run.process.kill()
+    until(lambda: not runs(engine))
+
+
+def test_the_log_is_bounded(start: Start) -> None:
+    run = start("for n in range(20000): print(n, 'x' * 80)\nprint('last words')", bytes_max=200_000)
+    assert run.process.wait(30) == 0
+    former = run.log.with_suffix(".log.1")
+    assert run.log.stat().st_size <= 200_000
+    assert former.stat().st_size <= 200_000
+    assert run.text().endswith("last words\n")
+
+
+def test_descendants_are_found_across_levels() -> None:
+    script = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"
+    parent = subprocess.Popen([sys.executable, "-c", script])
+    try:
+        until(lambda: len(warden.descendants(parent.pid)) == 1)
+        assert warden.descendants(parent.pid)[0] in warden.descendants(os.getpid())
+    finally:
+        for pid in [*warden.descendants(parent.pid), parent.pid]:
+            os.kill(pid, signal.SIGKILL)
+        parent.wait()
