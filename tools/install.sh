@@ -42,15 +42,14 @@ make_venv() {
         "on Debian or Ubuntu: apt-get install python3-venv"
 }
 
-# once NAME FILE...: true, and says so, if step NAME was not done yet with these files as they are.
+# once STEP TEXT FILE...: run install_STEP, unless that was done with these files as they are now.
 once() {
-    digest=$(cat "${@:2}" | sha256sum | cut -d' ' -f1)
-    [ "$(cat "$stamps/$1" 2>/dev/null)" = "$digest" ] && return 1
-    step=$1
-    printf 'install: %s\n' "$step"
-}
-
-done_once() {
+    local step=$1 text=$2 digest
+    shift 2
+    digest=$(cat "$@" | sha256sum | cut -d' ' -f1)
+    [ "$(cat "$stamps/$step" 2>/dev/null)" = "$digest" ] && return
+    printf 'install: %s\n' "$text"
+    "install_$step"
     printf '%s\n' "$digest" >"$stamps/$step"
 }
 
@@ -62,33 +61,37 @@ quietly() {
     "$@" >>"$log" 2>&1
 }
 
+# fail_with_log WHAT HINT...: fail, with what pip complained of last.
+fail_with_log() {
+    fail "$1; the end of $log:" "$(grep -E '^ *(ERROR|error)' "$log" | tail -n 1 | cut -c1-300)" "${@:2}"
+}
+
 install_torch() {
     # The pin ends in "+cpu", so whichever index answers, it is never the CUDA build.
     quietly pip install --no-deps -r requirements/torch.txt && return
     printf 'install: pip does not find the CPU build of torch by itself; asking %s\n' "$TORCH_INDEX"
-    quietly pip install --no-deps --index-url "$TORCH_INDEX" -r requirements/torch.txt || fail \
-        "the CPU build of torch could not be installed; the end of $log:" "$(tail -n 5 "$log")" \
+    quietly pip install --no-deps --index-url "$TORCH_INDEX" -r requirements/torch.txt || fail_with_log \
+        "the CPU build of torch could not be installed" \
         "name another index with TORCH_INDEX=..., or a folder of wheels with PIP_FIND_LINKS=..."
 }
 
 install_locked() {
-    quietly pip install --no-deps --require-hashes -r "$1" || fail \
-        "$1 could not be installed; the end of $log:" "$(tail -n 5 "$log")"
+    quietly pip install --no-deps --require-hashes -r "$1" || fail_with_log "$1 could not be installed"
 }
 
+install_engine() { install_locked requirements/cpu.txt; }
+
+install_tools() { install_locked requirements/dev.txt; }
+
 install_rose() {
-    quietly pip install --no-deps --no-build-isolation --editable . || fail \
-        "ROSE itself could not be installed; the end of $log:" "$(tail -n 5 "$log")"
+    quietly pip install --no-deps --no-build-isolation --editable . ||
+        fail_with_log "ROSE itself could not be installed"
 }
 
 check_machine
 make_venv
 mkdir -p "$stamps"
-if once "torch, CPU build (about 200 MB)" requirements/torch.txt; then install_torch && done_once; fi
-if once "the engine and its libraries (about 2.5 GB, minutes)" requirements/cpu.txt; then
-    install_locked requirements/cpu.txt && done_once
-fi
-if [ "${1:-}" = --dev ] && once "test tools" requirements/dev.txt; then
-    install_locked requirements/dev.txt && done_once
-fi
-if once "ROSE, editable" pyproject.toml; then install_rose && done_once; fi
+once torch "torch, CPU build (about 200 MB)" requirements/torch.txt
+once engine "the engine and its libraries (about 2.5 GB, minutes)" requirements/cpu.txt
+if [ "${1:-}" = --dev ]; then once tools "what the checks and tests need" requirements/dev.txt; fi
+once rose "ROSE itself" pyproject.toml
