@@ -1,0 +1,22 @@
+"""Weights between trainer and engines: sparse, verified, all or nothing.
+
+A trainer uses `Publisher`; everything else is for hosts and engines.  Importing this package loads neither
+torch nor an HTTP client.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rose.weights.publisher import Publisher, PublishReport
+
+__all__ = ["PublishReport", "Publisher"]
+
+
+def __getattr__(name: str) -> object:
+    if name in __all__:
+        from rose.weights import publisher  # noqa: PLC0415 - loads aiohttp, which most users of the package lack need of
+
+        return getattr(publisher, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -207,15 +207,13 @@ def decode_patches(manifest: Manifest, buckets: Mapping[str, bytes | npt.NDArray
 
 def read_manifest(directory: Path) -> Manifest:
     """The manifest of a version directory.  Raises CorruptDelta, also when it is missing."""
-    return manifests.decode(_read_file(directory / MANIFEST_NAME, MANIFEST_BYTES_MAX).tobytes())
+    return manifests.decode(read_file(directory / MANIFEST_NAME, MANIFEST_BYTES_MAX).tobytes())
 
 
 def read_patches(directory: Path) -> list[Patch]:
     """`decode_patches` of a version directory.  Raises CorruptDelta, also when a file is missing."""
     manifest = read_manifest(directory)
-    return decode_patches(
-        manifest, {b.name: _read_file(directory / b.name, b.size) for b in manifest.buckets}
-    )
+    return decode_patches(manifest, {b.name: read_file(directory / b.name, b.size) for b in manifest.buckets})
 
 
 def _open_bucket(
@@ -269,7 +267,7 @@ def _join(parameter: Parameter, parts: list[tuple[Indices | None, Words]]) -> Pa
     return Patch(parameter.name, parameter.dtype, parameter.shape, indices, values)
 
 
-def _read_file(path: Path, bytes_max: int) -> npt.NDArray[np.uint8]:
+def read_file(path: Path, bytes_max: int) -> npt.NDArray[np.uint8]:
     """A regular file of at most `bytes_max` bytes; never follows a link or waits on a pipe."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)

@@ -1,0 +1,303 @@
+"""The trainer's side: after each optimiser step, publish what changed.
+
+Version `base_version` is the checkpoint that everybody holds already; it is not uploaded.  The publisher
+keeps the bits of the last published version (one copy of the model in host memory) and the encoded bytes of
+the last few, which it pushes again when the relay was restarted.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Self, TypeVar
+
+import msgspec
+
+from rose.config import RelayConfig
+from rose.errors import CorruptDelta, RoseError, VersionConflict
+from rose.units import NS_PER_MS, JobId, WeightVersion
+from rose.weights import container
+from rose.weights.bits import Bits, State, as_state
+from rose.weights.container import EncodedVersion
+from rose.weights.digests import digest, digest_state
+from rose.weights.relay import RelayFull
+from rose.weights.relay.blocking import BlockingRelay
+from rose.weights.relay.local import RelayClient
+
+_COMMIT_ROUNDS_MAX = 3
+"""Pushes of one version before giving up: a relay that restarts meanwhile loses what was staged."""
+_CHECKPOINT = WeightVersion(0)
+_T = TypeVar("_T")
+
+
+class PublishReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What one `publish` did."""
+
+    version: WeightVersion
+    base_version: WeightVersion | None
+    """None: an anchor."""
+    changed: int
+    """Elements that differ from the version before, by their bits."""
+    elements: int
+    delta_bytes: int
+    dense_bytes: int
+    buckets: int
+    encode_ms: float
+    """Comparing, encoding and hashing."""
+    verify_ms: float
+    """Decoding it again and comparing with what the trainer gave."""
+    push_ms: float
+    repeated: bool = False
+    """The version was published before with the same bytes."""
+
+    @property
+    def density(self) -> float:
+        """Share of elements that changed."""
+        return self.changed / self.elements if self.elements else 0.0
+
+
+class Publisher:
+    """Publishes the weight versions of one job.  One thread, one publisher per job.
+
+    The state given to `publish` maps checkpoint names to torch tensors (any device), NumPy arrays or Bits,
+    and must not change while the call runs.  `anchor_every` n publishes every version divisible by n whole, so
+    that a receiver may start there.  `keep` is how many versions are pushed again after a restart of the relay;
+    a full relay loses older ones first, never these.
+    """
+
+    def __init__(
+        self,
+        relay: BlockingRelay,
+        job: JobId,
+        base_state: Mapping[str, object],
+        *,
+        base_version: WeightVersion = _CHECKPOINT,
+        keep: int = 4,
+        anchor_every: int | None = None,
+    ) -> None:
+        if keep < 1 or (anchor_every is not None and anchor_every < 1):
+            raise ValueError("keep and anchor_every must be at least 1")
+        self._relay = relay
+        self._job = job
+        self._keep = keep
+        self._anchor_every = anchor_every
+        self._held: dict[str, Bits] = {name: bits.copy() for name, bits in as_state(base_state).items()}
+        self._digests = digest_state(self._held)
+        self._version = base_version
+        self._base_version = base_version
+        self._kept: dict[WeightVersion, EncodedVersion] = {}
+        self._unsettled: EncodedVersion | None = None
+        self._epoch: str | None = None
+
+    @classmethod
+    def connect(
+        cls,
+        config: RelayConfig,
+        job: JobId,
+        base_state: Mapping[str, object],
+        *,
+        base_version: WeightVersion = _CHECKPOINT,
+        keep: int = 4,
+        anchor_every: int | None = None,
+        timeout_s: float = 60,
+    ) -> Self:
+        """A publisher that talks to the configured relay; close it.  Raises ConfigError."""
+        relay = BlockingRelay(RelayClient.from_config(config, timeout_s=timeout_s))
+        return cls(relay, job, base_state, base_version=base_version, keep=keep, anchor_every=anchor_every)
+
+    @property
+    def version(self) -> WeightVersion:
+        """The newest version known to be committed; the base at first."""
+        return self._version
+
+    @property
+    def digests(self) -> Mapping[str, str]:
+        """Digest of every parameter in `version`."""
+        return self._digests
+
+    def publish(self, version: WeightVersion, state: Mapping[str, object]) -> PublishReport:
+        """Publish `state` as `version`, a delta on the version before.
+
+        When it returns, the relay has committed it.  When it raises, the version is not known to be committed
+        and may be published again: the same bytes are taken up where they were left, other bytes are refused
+        once the version is visible.  Raises VersionConflict, WrongBase (another model), UnsupportedTensor,
+        RelayFull, RelayUnavailable, CorruptDelta (the encoder failed its own check; nothing was pushed).
+        """
+        target = as_state(state)
+        self.heal()
+        if version == self._version:
+            return self._repeat(target)
+        if version < self._version:
+            raise VersionConflict(
+                f"version {version} cannot follow version {self._version} of {self._job}",
+                "versions of a job only grow",
+            )
+        encode_ms, (encoded, digests) = _timed_ms(lambda: self._encode(version, target))
+        verify_ms, verified = _timed_ms(lambda: _decode_again(encoded, self._held))
+        self._unsettled = encoded
+        push_ms, _ = _timed_ms(lambda: self._push(encoded))
+        self._advance(encoded, verified, digests)
+        return self._report(encoded, encode_ms=encode_ms, verify_ms=verify_ms, push_ms=push_ms)
+
+    def heal(self) -> tuple[WeightVersion, ...]:
+        """Push again what a restarted relay has lost; answers those versions.
+
+        `publish` does it first.  A trainer whose steps take long may call it in between.
+        """
+        stat = self._relay.stat(self._job)
+        self._settle(stat.versions)
+        lost: tuple[WeightVersion, ...] = ()
+        if stat.epoch != self._epoch:
+            lost = tuple(version for version in sorted(self._kept) if version not in stat.versions)
+            for version in lost:
+                self._push(self._kept[version])
+        self._epoch = stat.epoch
+        return lost
+
+    def close(self) -> None:
+        """Close connections."""
+        self._relay.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ---- inside ----
+
+    def _encode(self, version: WeightVersion, target: State) -> tuple[EncodedVersion, dict[str, str]]:
+        digests = digest_state(target)
+        anchor = self._anchor_every is not None and version % self._anchor_every == 0
+        encoded = container.encode_version(
+            self._job,
+            version,
+            None if anchor else self._version,
+            None if anchor else self._held,
+            target,
+            base_digests=self._digests,
+            target_digests=digests,
+        )
+        return encoded, digests
+
+    def _push(self, encoded: EncodedVersion) -> None:
+        """Have the relay commit a version, whatever is there of it already."""
+        manifest = encoded.manifest
+        missing = self._relay.commit(self._job, manifest.version, manifest)
+        for _ in range(_COMMIT_ROUNDS_MAX):
+            if not missing:
+                return
+            for bucket in manifest.buckets:
+                if bucket.name in missing:
+                    self._put(encoded, bucket.name, bucket.digest)
+            missing = self._with_room(lambda: self._relay.commit(self._job, manifest.version, manifest))
+        raise RoseError(
+            f"the relay lost buckets of version {manifest.version} {_COMMIT_ROUNDS_MAX} times",
+            "is it being restarted, or is relay.stage_ttl_s too short?",
+        )
+
+    def _put(self, encoded: EncodedVersion, bucket: str, digest_hex: str) -> None:
+        version, data = encoded.manifest.version, encoded.buckets[bucket]
+
+        def put() -> None:
+            self._relay.put_bucket(self._job, version, bucket, data, digest_hex)
+
+        try:
+            self._with_room(put)
+        except VersionConflict:
+            # Left over from an attempt with other bytes.  Aborting leaves a committed version alone, and then
+            # the second put meets the same conflict.
+            self._relay.abort(self._job, version)
+            self._with_room(put)
+
+    def _with_room(self, call: Callable[[], _T]) -> _T:
+        """Make the call; while the relay is full, delete this job's oldest version that need not be kept."""
+        while True:
+            try:
+                return call()
+            except RelayFull:
+                versions = self._relay.stat(self._job).versions
+                droppable = [version for version in versions[: -self._keep] if version not in self._kept]
+                if not droppable:
+                    raise
+                self._relay.delete(self._job, droppable[0])
+
+    def _settle(self, committed: tuple[WeightVersion, ...]) -> None:
+        """Find out what became of a version whose commit was never answered."""
+        encoded, self._unsettled = self._unsettled, None
+        if encoded is None or encoded.manifest.version not in committed:
+            return
+        found = self._relay.manifest(self._job, encoded.manifest.version).manifest
+        if found == encoded.manifest:
+            self._advance(encoded, _decode_again(encoded, self._held), found.target_digests)
+
+    def _advance(self, encoded: EncodedVersion, verified: State, digests: Mapping[str, str]) -> None:
+        """The version is committed: it is the next base."""
+        self._held = dict(verified)
+        self._digests = dict(digests)
+        self._version = encoded.manifest.version
+        self._unsettled = None
+        self._kept[self._version] = encoded
+        for old in sorted(self._kept)[: -self._keep]:
+            del self._kept[old]
+
+    def _repeat(self, target: State) -> PublishReport:
+        if digest_state(target) != self._digests:
+            raise VersionConflict(
+                f"version {self._version} of {self._job} is published with other weights",
+                "a committed version never changes: publish the next one",
+            )
+        if (kept := self._kept.get(self._version)) is None:
+            raise VersionConflict(
+                f"version {self._version} of {self._job} is the checkpoint this publisher began with",
+                f"publish version {self._version + 1}",
+            )
+        push_ms, _ = _timed_ms(lambda: self._push(kept))
+        return self._report(kept, encode_ms=0.0, verify_ms=0.0, push_ms=push_ms, repeated=True)
+
+    def _report(
+        self,
+        encoded: EncodedVersion,
+        *,
+        encode_ms: float,
+        verify_ms: float,
+        push_ms: float,
+        repeated: bool = False,
+    ) -> PublishReport:
+        manifest = encoded.manifest
+        return PublishReport(
+            version=manifest.version,
+            base_version=manifest.base_version,
+            changed=manifest.changed,
+            elements=manifest.elements,
+            delta_bytes=manifest.delta_bytes,
+            dense_bytes=manifest.dense_bytes,
+            buckets=len(manifest.buckets),
+            encode_ms=encode_ms,
+            verify_ms=verify_ms,
+            push_ms=push_ms,
+            repeated=repeated,
+        )
+
+
+def _decode_again(encoded: EncodedVersion, base: State) -> dict[str, Bits]:
+    """Decode a version and apply it as a receiver would.  Raises CorruptDelta if that gives other bytes.
+
+    The outcome shares no memory with the trainer's tensors.
+    """
+    patches = container.decode_patches(encoded.manifest, encoded.buckets)
+    decoded = container.apply_to_state(base, patches)
+    for patch in patches:
+        promised = encoded.manifest.target_digests[patch.name]
+        if digest(decoded[patch.name].words) != promised:
+            raise CorruptDelta(f"{patch.name}: the encoded delta does not give the trainer's weights")
+    return decoded
+
+
+def _timed_ms(call: Callable[[], _T]) -> tuple[float, _T]:
+    began_ns = time.monotonic_ns()
+    outcome = call()
+    return (time.monotonic_ns() - began_ns) / NS_PER_MS, outcome

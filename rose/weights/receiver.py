@@ -1,0 +1,147 @@
+"""The host's side: pull a version from the relay into a directory that is whole and verified, or not there.
+
+Files arrive in `.v<version>.partial`; buckets that are whole survive a restart.  When all of them decode, the
+directory gets its name `v<version>` in one rename.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rose.errors import CorruptDelta, NotReady, TimedOut
+from rose.units import JobId, WeightVersion
+from rose.weights import container
+from rose.weights import manifest as manifests
+from rose.weights.digests import digest
+from rose.weights.manifest import MANIFEST_NAME, Bucket, Manifest
+from rose.weights.relay import Committed, EpochChanged, Relay, VersionGone
+from rose.weights.store import version_name
+
+_REPUBLISH_POLL_S = 0.2
+
+
+async def pull(
+    relay: Relay, job: JobId, version: WeightVersion, directory: Path, *, timeout_s: float = 600
+) -> Path:
+    """Stage a committed version as `directory/v<version>`; answers that path.
+
+    `directory` is the job's (`WeightStore.directory`).  Repeating it costs a look at the manifest and a check
+    of the files.  If the relay restarts meanwhile, waits for the trainer to publish again.  Raises VersionGone,
+    CorruptDelta (nothing is staged), RelayUnavailable, TimedOut, NotReady (another pull of it is at work).
+    """
+    name = version_name(version)
+    await asyncio.to_thread(directory.mkdir, parents=True, exist_ok=True)
+    with _locked(directory / f".{name}.lock"):
+        try:
+            async with asyncio.timeout(timeout_s):
+                committed = await relay.manifest(job, version)
+                final = directory / name
+                if not await asyncio.to_thread(_holds, final, committed.manifest):
+                    partial = directory / f".{name}.partial"
+                    await _fill(relay, committed, partial)
+                    await asyncio.to_thread(_finish, partial, final)
+                return final
+        except TimeoutError:
+            raise TimedOut(
+                f"version {version} of {job} could not be pulled within {timeout_s:.0f} s"
+            ) from None
+
+
+async def _fill(relay: Relay, committed: Committed, partial: Path) -> None:
+    """Bring all of a version into `partial`.  Survives restarts of the relay."""
+    while True:
+        manifest = committed.manifest
+        await asyncio.to_thread(_prepare, partial, manifest)
+        try:
+            for bucket in manifest.buckets:
+                if not await asyncio.to_thread(_bucket_arrived, partial, bucket):
+                    await _fetch(relay, committed, bucket, partial)
+            return
+        except EpochChanged:
+            committed = await _republished(relay, manifest.job, manifest.version)
+
+
+async def _fetch(relay: Relay, committed: Committed, bucket: Bucket, partial: Path) -> None:
+    data = bytearray(bucket.size)
+    manifest = committed.manifest
+    await relay.get_into(manifest.job, manifest.version, bucket.name, memoryview(data), epoch=committed.epoch)
+    if await asyncio.to_thread(digest, data) != bucket.digest:
+        raise CorruptDelta(f"{bucket.name}: the relay sent other bytes than the manifest promises")
+    await asyncio.to_thread(container.write_durably, partial / bucket.name, data)
+
+
+async def _republished(relay: Relay, job: JobId, version: WeightVersion) -> Committed:
+    """The version's manifest at a relay that was restarted, once it is there."""
+    while True:
+        try:
+            return await relay.manifest(job, version)
+        except VersionGone:
+            await asyncio.sleep(_REPUBLISH_POLL_S)
+
+
+def _holds(final: Path, manifest: Manifest) -> bool:
+    """Whether the very version is staged already and still whole."""
+    if not final.is_dir():
+        return False
+    try:
+        if container.read_manifest(final) != manifest:
+            return False
+        container.read_patches(final)
+    except CorruptDelta:
+        return False
+    return True
+
+
+def _prepare(partial: Path, manifest: Manifest) -> None:
+    """An existing `partial` is kept: what it holds is checked bucket by bucket."""
+    partial.mkdir(exist_ok=True)
+    wanted = {bucket.name for bucket in manifest.buckets}
+    for entry in partial.iterdir():
+        if entry.name not in wanted:
+            entry.unlink()
+    container.write_durably(partial / MANIFEST_NAME, manifests.encode(manifest))
+
+
+def _bucket_arrived(partial: Path, bucket: Bucket) -> bool:
+    try:
+        return digest(container.read_file(partial / bucket.name, bucket.size)) == bucket.digest
+    except CorruptDelta:
+        return False
+
+
+def _finish(partial: Path, final: Path) -> None:
+    """Verify all, then give the directory its name."""
+    try:
+        container.read_patches(partial)
+    except CorruptDelta:
+        shutil.rmtree(partial)
+        raise
+    container.sync_directory(partial)
+    if final.exists():
+        # Another version of that name: left by an earlier run of the job, or damaged since.
+        stale = final.with_name(f".{final.name}.stale")
+        shutil.rmtree(stale, ignore_errors=True)
+        final.rename(stale)
+        shutil.rmtree(stale)
+    partial.rename(final)
+    container.sync_directory(final.parent)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold a lock file; the kernel lets go of it when the process ends.  Raises NotReady."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise NotReady(f"{path.name}: another pull of this version is at work") from None
+        yield
+    finally:
+        os.close(descriptor)
