@@ -213,7 +213,7 @@ class Membership:
         return change
 
     def drain(self, replica: ReplicaId, drain: bool, now_ns: int) -> Change:
-        """The operator takes a known replica out of use, or back; remembered while its node comes and goes."""
+        """The operator takes a known replica out of use, or back; kept while its node comes and goes."""
         change = Change()
         known = self.replicas.get(replica)
         if known is None and not (replica in self._drained and not drain):

@@ -11,10 +11,11 @@ ends or shrinks, when the replica leaves, or when the replica has been unfit (no
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
+from rose.core.events import JobSubmitted
 from rose.core.membership import DEDICATED, OPPORTUNISTIC, Replica
 from rose.core.readings import NEVER
 from rose.units import JobId, NodeId, ReplicaId
@@ -33,23 +34,6 @@ class Lease(NamedTuple):
     kind: str
     device: Device | None
     """None for a dedicated replica."""
-
-
-class Quota(Protocol):
-    """What a job asks for (`JobSubmitted` is one)."""
-
-    @property
-    def model(self) -> str: ...
-    @property
-    def n_rl(self) -> int: ...
-    @property
-    def n_serving_max(self) -> int: ...
-
-
-class Busy(Protocol):
-    """Tells how many turns a replica runs."""
-
-    def __call__(self, replica: ReplicaId) -> int: ...
 
 
 @dataclass(slots=True)
@@ -92,60 +76,66 @@ class Placement:
         return lease
 
     def plan(
-        self, jobs: Mapping[JobId, Quota], replicas: Mapping[ReplicaId, Replica], busy: Busy, now_ns: int
+        self,
+        jobs: Mapping[JobId, JobSubmitted],
+        replicas: Mapping[ReplicaId, Replica],
+        count_on: Callable[[ReplicaId], int],
+        now_ns: int,
     ) -> Plan:
-        """Bring the leases in line with what jobs ask and replicas offer."""
+        """Bring the leases in line with demand and offer; `count_on` tells turns in flight on a replica."""
         plan = Plan()
         self._due_ns = NEVER
         for job, quota in jobs.items():
             for kind, wanted in ((DEDICATED, quota.n_rl), (OPPORTUNISTIC, quota.n_serving_max)):
-                self._fill(job, kind, quota.model, wanted, replicas, busy, now_ns, plan)
+                holders = [replicas[replica] for replica in self._held.get((job, kind), ())]
+                holders = self._shed(holders, quota.model, wanted, plan)
+                replaceable = self._replaceable(holders, count_on, now_ns)
+                if len(holders) - len(replaceable) < wanted:
+                    missing = wanted - len(holders)
+                    candidates = self._candidates(kind, quota.model, replicas.values())
+                    self._fill(job, candidates, missing, replaceable, plan)
         return plan
 
-    def _fill(
-        self,
-        job: JobId,
-        kind: str,
-        model: str,
-        wanted: int,
-        replicas: Mapping[ReplicaId, Replica],
-        busy: Busy,
-        now_ns: int,
-        plan: Plan,
-    ) -> None:
-        holders = [replicas[replica] for replica in self._held.get((job, kind), ())]
-        for holder in [holder for holder in holders if holder.report.model != model]:
-            holders.remove(holder)
-            self._revoke(holder.id, "model_changed", plan)
-        for holder in sorted(holders, key=_worst_first)[: max(0, len(holders) - wanted)]:
-            holders.remove(holder)
-            self._revoke(holder.id, "job_shrank", plan)
-        replaceable = self._replaceable(holders, busy, now_ns)
-        if len(holders) >= wanted and not replaceable:
-            return
-        for candidate in self._candidates(kind, model, replicas.values()):
-            if candidate.serving and _device(candidate) in self._devices:
-                continue
-            if len(holders) >= wanted:
-                if not replaceable:
-                    return
-                outgoing = replaceable.pop()
-                holders.remove(outgoing)
-                self._revoke(outgoing.id, "replaced", plan)
-            holders.append(candidate)
-            self._grant(job, candidate, plan)
+    def _shed(self, holders: list[Replica], model: str, wanted: int, plan: Plan) -> list[Replica]:
+        """Revoke leases that the job's present terms do not cover; answers the others."""
+        kept: list[Replica] = []
+        for holder in sorted(holders, key=_best_first):
+            if holder.report.model != model:
+                self._revoke(holder.id, "model_changed", plan)
+            elif len(kept) == wanted:
+                self._revoke(holder.id, "job_shrank", plan)
+            else:
+                kept.append(holder)
+        return kept
 
-    def _replaceable(self, holders: Iterable[Replica], busy: Busy, now_ns: int) -> list[Replica]:
-        """Holders that may give way now; notes when further ones may."""
+    def _replaceable(
+        self, holders: Iterable[Replica], count_on: Callable[[ReplicaId], int], now_ns: int
+    ) -> list[Replica]:
+        """Holders that may give way now; notes when to look again."""
         found = []
         for holder in holders:
             if holder.unfit_since_ns is None:
                 continue
             due_ns = holder.unfit_since_ns + self._lease_grace_ns
-            if now_ns >= due_ns and not busy(holder.id):
+            if now_ns >= due_ns and count_on(holder.id) == 0:
                 found.append(holder)
             self._due_ns = min(self._due_ns, max(due_ns, now_ns + self._lease_grace_ns // 4))
         return found
+
+    def _fill(
+        self, job: JobId, candidates: Iterable[Replica], missing: int, replaceable: list[Replica], plan: Plan
+    ) -> None:
+        """Grant what is missing, then replace."""
+        for candidate in candidates:
+            if candidate.serving and _device(candidate) in self._devices:
+                continue
+            if missing > 0:
+                missing -= 1
+            elif replaceable:
+                self._revoke(replaceable.pop().id, "replaced", plan)
+            else:
+                return
+            self._grant(job, candidate, plan)
 
     def _candidates(self, kind: str, model: str, replicas: Iterable[Replica]) -> list[Replica]:
         fit = [
@@ -185,6 +175,6 @@ def _kv_use(replica: Replica) -> float:
     return 0.0 if share is None else share
 
 
-def _worst_first(replica: Replica) -> tuple[bool, float, ReplicaId]:
-    """Order in which a shrinking job gives replicas back: unfit ones, then busy serving devices."""
-    return (replica.fit, -_kv_use(replica), replica.id)
+def _best_first(replica: Replica) -> tuple[bool, float, ReplicaId]:
+    """Order in which a shrinking job keeps replicas: fit ones, then idle serving devices."""
+    return (not replica.fit, _kv_use(replica), replica.id)

@@ -5,7 +5,7 @@ The order is the paper's, per turn:
 1. `affinity`: the replica that holds the trajectory's prefix (its pin);
 2. `serving`: a borrowed replica, as long as it would then be loaded no more than the best dedicated one;
 3. `least_loaded`: the least loaded dedicated replica;
-4. `returned`: the replica that last interrupted the turn, once its back-off is over and if nothing else is fit;
+4. `returned`: the replica that last interrupted the turn, once its back-off is over;
 5. else the turn waits in the queue.
 
 Rule 2 with the load condition keeps both kinds busy: taken literally, "serving replicas first" would fill
@@ -170,7 +170,8 @@ class Router:
     def begin(self, replica: ReplicaId, turn: TurnId, tokens: int) -> None:
         """A turn was sent to the replica."""
         route = self._routes[replica]
-        assert route.open and turn not in route.turns, f"{turn} must not be sent to {replica}"
+        assert route.open, f"{turn} must not be sent to {replica}"
+        assert turn not in route.turns, f"{turn} runs on {replica} already"
         route.turns[turn] = tokens
         route.tokens += tokens
         self._refresh(route)

@@ -56,7 +56,7 @@ class TurnCounts(msgspec.Struct):
 
 
 class TurnQueue:
-    """One job's waiting turns: those whose trajectory has already run go first, each lane in order of arrival.
+    """One job's waiting turns: those whose trajectory has run go first, each lane in order of arrival.
 
     A turn that no open replica suits steps aside until something changes, so that it holds up nobody.
     """

@@ -1,10 +1,11 @@
 """Which weight versions a job's turns may run on.
 
-The trainer names a `required_version` when a step begins.  With staleness bound α (`staleness_max`) a
-replica may serve the job iff its version lies in the window
+The trainer names a `required_version` when a step begins.  With the staleness bound
+`staleness_max` = 0 (on-policy) replicas must run exactly that version; with a bound above 0 they must lie in
 
-    required - α  <=  version  <=  required            (α = 0: on-policy, exactly the required version)
-    required - α  <=  version  <=  latest published    (α > 0: a replica may run ahead of the step)
+    required - staleness_max  <=  version  <=  latest published
+
+so that one that has already taken the next version may go on serving the job.
 
 A version nobody has announced is never in the window: what such weights are is unknown.  A turn may ask
 for a higher floor (`version_min`), never for a lower one.

@@ -1,0 +1,33 @@
+"""Times and bounds of the scheduler's machine."""
+
+from __future__ import annotations
+
+import msgspec
+
+from rose.units import NS_PER_MS, NS_PER_S
+
+
+class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """The first five come from `[scheduler]` of rose.toml."""
+
+    stall_after_ns: int = 2 * NS_PER_S
+    suspect_after_ns: int = 3 * NS_PER_S
+    dead_after_ns: int = 6 * NS_PER_S
+    turn_stall_ns: int = 120 * NS_PER_S
+    """An attempt without a token for this long, counted while the gate is reported open, is moved."""
+    queue_max: int = 4096
+    """Most turns that wait, over all jobs."""
+    turn_held_ns: int = 600 * NS_PER_S
+    """An attempt without a token for this long is moved even from behind a closed gate."""
+    attempts_max: int = 16
+    """Attempts in a row that an engine ended without a token, after which a turn fails."""
+    backoff_ns: int = 250 * NS_PER_MS
+    """A turn avoids the replica that interrupted it for this long; doubles while attempts are fruitless."""
+    backoff_max_ns: int = 5 * NS_PER_S
+    gate_patience_ns: int = 10 * NS_PER_S
+    """A gate not seen open for this long counts against its replica (see `rose.core.routing`)."""
+    lease_grace_ns: int = 30 * NS_PER_S
+    """A leased replica may be unfit for this long before another takes its place."""
+    forget_node_after_ns: int = 3600 * NS_PER_S
+    pins_max: int = 100_000
+    pin_ttl_ns: int = 1800 * NS_PER_S

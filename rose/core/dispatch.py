@@ -1,0 +1,293 @@
+"""The life of a turn: queued, in flight, and over.
+
+A turn is queued or in flight until it is finished, failed or cancelled; then it is forgotten.  An attempt
+that ends early for any reason puts its turn back into the queue, so no turn is lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from rose.core.cluster_settings import ClusterSettings
+from rose.core.effects import ClusterEffect, DispatchTurn, FailTurn, ForgetTrajectory, StopTurn
+from rose.core.events import TurnArrived, TurnFinished, TurnInterrupted, TurnProgressed, TurnRefused
+from rose.core.readings import NEVER
+from rose.core.routing import Pick, Pins, Router, Want
+from rose.core.turns import Turn, TurnCounts, TurnQueue
+from rose.units import JobId, ReplicaId, TrajectoryId, TurnId, WeightVersion
+
+AttemptEvent = TurnProgressed | TurnFinished | TurnInterrupted | TurnRefused
+
+
+@dataclass(slots=True)
+class JobTurns:
+    """One job's live turns, and where they run."""
+
+    job: JobId
+    router: Router
+    queue: TurnQueue = field(default_factory=TurnQueue)
+    live: dict[TurnId, Turn] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Tally:
+    """What ended on one replica since it came."""
+
+    turns_finished: int = 0
+    tokens: int = 0
+    """Tokens of all attempts."""
+
+
+class Dispatcher:
+    """Accepts turns, sends them where the routers say, and sees them to their ends.
+
+    Effects go to `effects`.  Queues move in `drain` only, so that a batch of changes is seen as one.
+    """
+
+    def __init__(
+        self,
+        settings: ClusterSettings,
+        effects: list[ClusterEffect],
+        open_clock: Callable[[ReplicaId, int], int],
+    ) -> None:
+        self._settings = settings
+        self._effects = effects
+        self._open_clock = open_clock
+        """(replica, now_ns) -> nanoseconds that its gate has been open: see `Replica.open_ns`."""
+        self._jobs: dict[JobId, JobTurns] = {}
+        self._turns: dict[TurnId, Turn] = {}
+        self._touched: dict[JobId, None] = {}
+        """Jobs whose queue may move."""
+        self._sweep_ns = NEVER
+        """When to look for stalled attempts next."""
+        self.pins = Pins(settings.pins_max, settings.pin_ttl_ns)
+        self.counts = TurnCounts()
+        self.tallies: dict[ReplicaId, Tally] = {}
+
+    def next_deadline_ns(self) -> int:
+        """The latest instant for the next `tick`, or NEVER."""
+        pins_ns = self.pins.next_deadline_ns()
+        wakes = (job.queue.wake_ns for job in self._jobs.values())
+        return min(NEVER if pins_ns is None else pins_ns, self._sweep_ns, *wakes)
+
+    # ---- jobs and replicas -------------------------------------------------------------------------
+
+    def add_job(self, job: JobId, router: Router) -> JobTurns:
+        """Take turns of a new job."""
+        self._jobs[job] = JobTurns(job, router)
+        return self._jobs[job]
+
+    def end_job(self, job: JobTurns) -> None:
+        """Fail all its turns."""
+        for turn in list(job.live.values()):
+            self._stop(turn, "job_ended")
+            self._close(job, turn)
+            self._fail(turn.id, 410, "job_ended", f"job {job.job!r} ended")
+        self._forget(self.pins.drop_job(job.job))
+        del self._jobs[job.job]
+
+    def replica_came(self, replica: ReplicaId) -> None:
+        """Begin to count for it, unless that has begun."""
+        self.tallies.setdefault(replica, Tally())
+
+    def replica_left(self, replica: ReplicaId) -> None:
+        """Its prefixes are gone; its turns have been moved."""
+        self._forget(self.pins.drop_replica(replica))
+        del self.tallies[replica]
+
+    def move_all(self, job: JobTurns, replica: ReplicaId, reason: str) -> None:
+        """End all attempts on a replica; their turns go on elsewhere."""
+        for turn in job.router.turns_on(replica):
+            self._move(self._turns[turn], reason)
+
+    def touch(self, job: JobTurns) -> None:
+        """Something changed that may let the job's queue move."""
+        self._touched[job.job] = None
+
+    def drain(self, now_ns: int) -> None:
+        """Dispatch what waits, as far as there is room."""
+        while self._touched:
+            name = next(iter(self._touched))
+            del self._touched[name]
+            if (job := self._jobs.get(name)) is not None:
+                self._drain(job, now_ns)
+
+    # ---- events ------------------------------------------------------------------------------------
+
+    def arrived(self, event: TurnArrived, latest: WeightVersion | None, now_ns: int) -> None:
+        """A turn came; `latest` is the newest version of its job, None if there is no such job."""
+        if event.turn in self._turns:
+            return
+        self.counts.arrived += 1
+        job = self._jobs.get(event.job)
+        if job is None or latest is None:
+            self._fail(event.turn, 404, "job_unknown", f"no job {event.job!r} is running")
+            return
+        if event.version_min is not None and event.version_min > latest:
+            text = f"version {event.version_min} is not published; the latest is {latest}"
+            self._fail(event.turn, 409, "version_unavailable", text)
+            return
+        resumes = self.pins.get(event.job, event.trajectory) is not None
+        weight = event.prompt_tokens + event.tokens_max
+        turn = Turn(event.turn, event.job, event.trajectory, weight, event.version_min, resumes)
+        self._turns[turn.id] = job.live[turn.id] = turn
+        self._enqueue(job, turn)
+        self._drain(job, now_ns)
+        if turn.replica is None and self.counts.queued > self._settings.queue_max:
+            self._close(job, turn)
+            self._fail(turn.id, 429, "queue_full", f"{self._settings.queue_max} turns wait already")
+
+    def progressed(self, event: TurnProgressed, now_ns: int) -> None:
+        """Tokens came: the attempt lives."""
+        turn = self._current(event)
+        if turn is not None and event.tokens > turn.tokens:
+            turn.tokens = event.tokens
+            turn.progress_ns = now_ns
+            turn.progress_open_ns = self._open_clock(event.replica, now_ns)
+
+    def finished(self, event: TurnFinished) -> None:
+        """The answer is complete."""
+        turn = self._current(event)
+        if turn is not None:
+            turn.tokens = event.tokens
+            self.tallies[event.replica].turns_finished += 1
+            self._close(self._jobs[turn.job], turn)
+            self.counts.finished += 1
+
+    def interrupted(self, event: TurnInterrupted, now_ns: int) -> None:
+        """The engine ended the attempt: the turn goes on, elsewhere if it can."""
+        turn = self._current(event)
+        if turn is not None:
+            turn.tokens = event.tokens
+            self._shun(turn, now_ns)
+            self._requeue(turn)
+
+    def refused(self, event: TurnRefused) -> None:
+        """No engine would run the request; the client has the engine's answer."""
+        turn = self._current(event)
+        if turn is not None:
+            self._close(self._jobs[turn.job], turn)
+            self.counts.failed += 1
+
+    def cancelled(self, turn_id: TurnId) -> None:
+        """The client went away."""
+        turn = self._turns.get(turn_id)
+        if turn is not None:
+            self._stop(turn, "client_gone")
+            self._close(self._jobs[turn.job], turn)
+            self.counts.cancelled += 1
+
+    def tick(self, now_ns: int) -> None:
+        """Time passed."""
+        self._forget(self.pins.expire(now_ns))
+        if now_ns >= self._sweep_ns:
+            self._sweep(now_ns)
+        for job in self._jobs.values():
+            if now_ns >= job.queue.wake_ns:
+                job.queue.wake()
+                self.touch(job)
+
+    # ---- inside ------------------------------------------------------------------------------------
+
+    def _current(self, event: AttemptEvent) -> Turn | None:
+        """The turn, if the event is about its present attempt."""
+        turn = self._turns.get(event.turn)
+        if turn is None or turn.replica != event.replica or event.attempt not in {0, turn.attempt}:
+            return None
+        return turn
+
+    def _sweep(self, now_ns: int) -> None:
+        """Move attempts that make no progress.  Rare, so that progress itself costs next to nothing."""
+        for turn in list(self._turns.values()):
+            if turn.replica is None:
+                continue
+            silent_ns = now_ns - turn.progress_ns
+            open_ns = self._open_clock(turn.replica, now_ns) - turn.progress_open_ns
+            if open_ns >= self._settings.turn_stall_ns or silent_ns >= self._settings.turn_held_ns:
+                self._shun(turn, now_ns)
+                self._move(turn, "turn_stalled")
+        self._sweep_ns = now_ns + self._settings.turn_stall_ns // 8 if self.counts.in_flight else NEVER
+
+    def _shun(self, turn: Turn, now_ns: int) -> None:
+        """The attempt went wrong where it ran: note if it was fruitless, and keep away for a while."""
+        turn.fruitless = 0 if turn.tokens else turn.fruitless + 1
+        doublings = min(max(0, turn.fruitless - 1), 16)
+        backoff_ns = min(self._settings.backoff_max_ns, self._settings.backoff_ns << doublings)
+        turn.avoid, turn.avoid_until_ns = turn.replica, now_ns + backoff_ns
+
+    def _move(self, turn: Turn, reason: str) -> None:
+        """End the present attempt ourselves; the turn goes on elsewhere."""
+        self._stop(turn, reason)
+        self._requeue(turn)
+
+    def _stop(self, turn: Turn, reason: str) -> None:
+        if turn.replica is not None:
+            self._effects.append(StopTurn(turn.id, turn.replica, reason, turn.attempt))
+
+    def _requeue(self, turn: Turn) -> None:
+        """The present attempt is over, but the turn is not."""
+        job = self._jobs[turn.job]
+        self.counts.interrupted += 1
+        if turn.fruitless >= self._settings.attempts_max:
+            self._close(job, turn)
+            text = f"{turn.fruitless} attempts in a row ended without a token"
+            self._fail(turn.id, 503, "attempts_exhausted", text)
+            return
+        self._release(job, turn)
+        turn.resumes = True
+        self._enqueue(job, turn)
+
+    def _enqueue(self, job: JobTurns, turn: Turn) -> None:
+        job.queue.push(turn)
+        self.counts.queued += 1
+        self.touch(job)
+
+    def _release(self, job: JobTurns, turn: Turn) -> None:
+        """End the turn's attempt, or its wait."""
+        if turn.replica is None:
+            job.queue.discard(turn)
+            self.counts.queued -= 1
+            return
+        job.router.end(turn.replica, turn.id)
+        self.tallies[turn.replica].tokens += turn.tokens
+        turn.replica, turn.tokens = None, 0
+        self.counts.in_flight -= 1
+        self.touch(job)
+
+    def _close(self, job: JobTurns, turn: Turn) -> None:
+        """The turn is over."""
+        self._release(job, turn)
+        del self._turns[turn.id], job.live[turn.id]
+
+    def _fail(self, turn: TurnId, status: int, code: str, text: str) -> None:
+        self.counts.failed += 1
+        self._effects.append(FailTurn(turn, status, code, text))
+
+    def _drain(self, job: JobTurns, now_ns: int) -> None:
+        if job.router.pop_opened():
+            job.queue.wake()
+        while job.router.has_room() and (turn := job.queue.head()) is not None:
+            strictly = now_ns < turn.avoid_until_ns
+            pin = self.pins.get(turn.job, turn.trajectory)
+            pick = job.router.pick(Want(turn.weight, pin, turn.avoid, strictly, turn.version_min))
+            if pick is None:
+                job.queue.set_aside(turn, turn.avoid_until_ns if strictly else NEVER)
+            else:
+                self._dispatch(job, turn, pick, now_ns)
+
+    def _dispatch(self, job: JobTurns, turn: Turn, pick: Pick, now_ns: int) -> None:
+        self._release(job, turn)
+        job.router.begin(pick.replica, turn.id, turn.weight)
+        turn.replica, turn.tokens = pick.replica, 0
+        turn.attempt += 1
+        turn.progress_ns, turn.progress_open_ns = now_ns, self._open_clock(pick.replica, now_ns)
+        self.counts.in_flight += 1
+        self.counts.rerouted += turn.attempt > 1
+        self._sweep_ns = min(self._sweep_ns, now_ns + self._settings.turn_stall_ns)
+        why = pick.why if turn.attempt == 1 else f"rerouted:{pick.why}"
+        self._effects.append(DispatchTurn(turn.id, pick.replica, turn.attempt, why))
+        self._forget(self.pins.put(turn.job, turn.trajectory, pick.replica, now_ns))
+
+    def _forget(self, trajectories: Iterable[TrajectoryId]) -> None:
+        self._effects.extend(ForgetTrajectory(trajectory) for trajectory in trajectories)
