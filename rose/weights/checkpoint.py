@@ -54,8 +54,8 @@ def open_checkpoint(directory: Path) -> Checkpoint:
 def materialise(checkpoint_dir: Path, version_dirs: Sequence[Path], out_dir: Path) -> dict[str, str]:
     """Write the checkpoint that results from applying versions in order; answers its digests.
 
-    `out_dir` appears whole or not at all and can be loaded like `checkpoint_dir`: same files, same names, with
-    the config and tokenizer files beside them.  Raises WrongBase if a version does not fit what is before it,
+    `out_dir` appears whole or not at all and can be loaded like `checkpoint_dir`: same files, same names, and
+    the config and tokenizer files with them.  Raises WrongBase if a version does not fit what is before it,
     CorruptDelta, NotFound, FileExistsError.
     """
     checkpoint = open_checkpoint(checkpoint_dir)

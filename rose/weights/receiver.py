@@ -1,7 +1,7 @@
 """The host's side: pull a version from the relay into a directory that is whole and verified, or not there.
 
-Files arrive in `.v<version>.partial`; buckets that are whole survive a restart.  When all of them decode, the
-directory gets its name `v<version>` in one rename.
+Files arrive in `.<name>.partial`; buckets that are whole survive a restart.  When all of them decode, the
+directory gets its name in one rename.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from rose.weights import manifest as manifests
 from rose.weights.digests import digest
 from rose.weights.manifest import MANIFEST_NAME, Bucket, Manifest
 from rose.weights.relay import Committed, EpochChanged, Relay, VersionGone
-from rose.weights.store import version_name
 
 _REPUBLISH_POLL_S = 0.2
 
@@ -29,24 +28,22 @@ _REPUBLISH_POLL_S = 0.2
 async def pull(
     relay: Relay, job: JobId, version: WeightVersion, directory: Path, *, timeout_s: float = 600
 ) -> Path:
-    """Stage a committed version as `directory/v<version>`; answers that path.
+    """Stage a committed version as `directory` (`WeightStore.destination`), and answer that path.
 
-    `directory` is the job's (`WeightStore.directory`).  Repeating it costs a look at the manifest and a check
-    of the files.  If the relay restarts meanwhile, waits for the trainer to publish again.  Raises VersionGone,
-    CorruptDelta (nothing is staged), RelayUnavailable, TimedOut, NotReady (another pull of it is at work).
+    Repeating it costs a look at the manifest and a check of the files; other files of that name are replaced.
+    If the relay restarts meanwhile, waits for the trainer to publish again.  Raises VersionGone, CorruptDelta
+    (nothing is staged), RelayUnavailable, TimedOut, NotReady (another pull of it is at work).
     """
-    name = version_name(version)
-    await asyncio.to_thread(directory.mkdir, parents=True, exist_ok=True)
-    with _locked(directory / f".{name}.lock"):
+    await asyncio.to_thread(directory.parent.mkdir, parents=True, exist_ok=True)
+    with _locked(directory.with_name(f".{directory.name}.lock")):
         try:
             async with asyncio.timeout(timeout_s):
                 committed = await relay.manifest(job, version)
-                final = directory / name
-                if not await asyncio.to_thread(_holds, final, committed.manifest):
-                    partial = directory / f".{name}.partial"
+                if not await asyncio.to_thread(_holds, directory, committed.manifest):
+                    partial = directory.with_name(f".{directory.name}.partial")
                     await _fill(relay, committed, partial)
-                    await asyncio.to_thread(_finish, partial, final)
-                return final
+                    await asyncio.to_thread(_finish, partial, directory)
+                return directory
         except TimeoutError:
             raise TimedOut(
                 f"version {version} of {job} could not be pulled within {timeout_s:.0f} s"

@@ -38,9 +38,13 @@ class WeightStore:
         )
         return tuple(sorted(WeightVersion(int(match[1])) for match in found if match))
 
+    def destination(self, job: JobId, version: WeightVersion) -> Path:
+        """Where a version is to be staged.  Raises ConfigError for what is no job id or no version."""
+        return self.directory(job) / version_name(version)
+
     def path(self, job: JobId, version: WeightVersion) -> Path:
         """The directory of a staged version.  Raises NotFound."""
-        path = self.directory(job) / version_name(version)
+        path = self.destination(job, version)
         if not _is_real_directory(path):
             raise NotFound(f"version {version} of {job} is not staged on this host")
         return path
