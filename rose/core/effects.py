@@ -54,7 +54,11 @@ class PublishGate(Effect, frozen=True):
 
 
 class PullVersion(Effect, frozen=True):
-    """Pull a version's files from the relay into the host store; answer VersionStaged or VersionStageFailed."""
+    """Pull a version's files from the relay into the host store.
+
+    `base_version` is what the engines hold by then: only a delta on it, or an anchor, is of use to them.
+    Answer VersionStaged with the base that the manifest names, or VersionStageFailed.
+    """
 
     job: JobId
     version: WeightVersion

@@ -1,0 +1,292 @@
+"""One replica as its node sees it: engine process, gate policy, KV budget and weights together."""
+
+from __future__ import annotations
+
+import msgspec
+
+from rose.core.effects import ApplyVersion, NodeEffect, PublishGate, Say
+from rose.core.events import ReplicaReport, WeightsRefused
+from rose.core.lifecycle import EngineLife, Phase, ReplicaState
+from rose.core.memory import Cut, MemoryPolicy, MemoryReading, MemoryState
+from rose.core.nodeview import GateView, MemoryView, NodeSettings, ReplicaSettings, ReplicaView, WeightUpdate
+from rose.core.readings import GateMode, GatePolicy, GateReason, LimitStatus, ReplicaReading, Unknown
+from rose.core.shelf import VersionShelf
+from rose.units import NS_PER_MS, WeightVersion
+
+_DISOBEYED = (LimitStatus.STALE, LimitStatus.CONFLICT)
+
+
+class HostedReplica:
+    """One rollout engine of this host.  `memory` is None for a dedicated replica: it lends nothing."""
+
+    def __init__(self, node: NodeSettings, settings: ReplicaSettings) -> None:
+        self.settings = settings
+        self._node = node
+        self.life = EngineLife(settings.replica, node.lifecycle)
+        self.memory: MemoryPolicy | None = None
+        if settings.kind == "opportunistic":
+            self.memory = MemoryPolicy(msgspec.structs.replace(node.memory, block_bytes=settings.block_bytes))
+        self.reading: ReplicaReading | Unknown = Unknown("not_observed")
+        self.override: GateMode | None = None
+        self.revision = 0
+        self.published: GatePolicy | None = None
+        self.refusals = 0
+        self.last_update: WeightUpdate | None = None
+        self._retry_at_ns = 0
+        self._apply_began_ns = 0
+
+    # ---- gate and budget ------------------------------------------------------------------------
+
+    @property
+    def gate_mode(self) -> GateMode:
+        """What the gate is told.
+
+        A dedicated replica harms nobody: always open, unless the operator says otherwise.  Beside serving
+        the gate is closed for a replica of no use: failed, ending, or drained with nothing left in flight.
+        """
+        if self.memory is None:
+            return GateMode.OPEN if self.override is None else self.override
+        useless = self.life.state in {ReplicaState.FAILED, ReplicaState.STOPPING}
+        if useless or (self.life.draining and self._idle):
+            return GateMode.CLOSED
+        return self._node.gate_mode if self.override is None else self.override
+
+    @property
+    def _idle(self) -> bool:
+        reading = self.reading
+        return isinstance(reading, ReplicaReading) and not reading.running and not reading.waiting
+
+    def publish_gate(self, rl_step: int, now_ns: int) -> list[NodeEffect]:
+        """The policy to write on the gate board, if it differs from the one that is there."""
+        policy = GatePolicy(
+            revision=self.revision,
+            mode=int(self.gate_mode),
+            token_cap=self._node.token_cap,
+            kv_budget_blocks=self.memory.limit_blocks if self.memory else 0,
+            rl_step=rl_step,
+            alive_until_ns=self.published.alive_until_ns if self.published else 0,
+            ttft_slo_ns=self._node.ttft_slo_ns,
+            tpot_slo_ns=self._node.tpot_slo_ns,
+            margin_ns=self._node.margin_ns,
+        )
+        if policy == self.published:
+            return []
+        self.revision += 1
+        self.published = policy._replace(
+            revision=self.revision, alive_until_ns=now_ns + self._node.gate_lease_ns
+        )
+        return [PublishGate(self.settings.replica, self.published)]
+
+    def observed(self, reading: ReplicaReading | Unknown, now_ns: int) -> None:
+        """The engine's board was read: its size, and how far it obeys."""
+        self.reading = reading
+        if isinstance(reading, Unknown):
+            return
+        if self.memory:
+            self.memory.sized(reading.kv_total_blocks)
+        ahead = reading.policy_revision > self.revision
+        refused = reading.policy_revision == self.revision and reading.limit_status in _DISOBEYED
+        if ahead or refused:  # an earlier rosed wrote to this engine: number on from there
+            self.revision = reading.policy_revision
+            self.published = None
+            return
+        obeyed = reading.policy_revision == self.revision and reading.limit_status == LimitStatus.APPLIED
+        if self.memory and obeyed and self._budget_published:
+            self.memory.applied(now_ns)
+
+    @property
+    def _budget_published(self) -> bool:
+        assert self.memory is not None
+        return self.published is not None and self.published.kv_budget_blocks == self.memory.limit_blocks
+
+    def memory_observed(self, reading: MemoryReading, now_ns: int) -> list[NodeEffect]:
+        """The shared device's memory was read."""
+        cut = self.memory.observed(reading, now_ns) if self.memory else None
+        return [self._say_cut(cut)] if cut else []
+
+    def reclaim(self, reason: str) -> list[NodeEffect]:
+        """Somebody wants the replica's memory."""
+        if self.memory is None:
+            why = "a dedicated replica lends no memory"
+        elif (cut := self.memory.reclaim(reason)) is not None:
+            return [self._say_cut(cut)]
+        elif self.memory.state is not MemoryState.NORMAL:
+            why = f"its budget was cut in this RL step already ({self.memory.state.value})"
+        elif not self.memory.total_blocks:
+            why = "its engine has not told how many KV blocks it has"
+        else:
+            why = f"its budget is at the minimum of {self.memory.budget_blocks} blocks"
+        return [Say("warning", "reclaim_ignored", f"nothing to reclaim: {why}", self.settings.replica)]
+
+    def _say_cut(self, cut: Cut) -> Say:
+        text = f"KV budget cut from {cut.before_blocks} to {cut.after_blocks} blocks: {cut.reason}"
+        return Say("warning", "kv_budget_cut", text, self.settings.replica)
+
+    # ---- process --------------------------------------------------------------------------------
+
+    def ready(self, version: WeightVersion, now_ns: int, *, adopted: bool) -> bool:
+        """The engine answers and runs `version`; False if the news is out of date."""
+        if not self.life.ready(version, now_ns, adopted=adopted):
+            return False
+        self.refusals, self._retry_at_ns = 0, 0
+        return True
+
+    def exited(self, reason: str, now_ns: int, *, restart: bool) -> bool:
+        """The engine's process ended; False if there was none."""
+        if not self.life.exited(reason, now_ns, restart=restart):
+            return False
+        self.reading = Unknown("engine_gone")
+        if self.memory:
+            self.memory.engine_gone(now_ns)
+        return True
+
+    def drain(self, drain: bool) -> None:
+        """Out of use, or back in use with a clean slate."""
+        if drain:
+            self.life.draining = True
+        else:
+            self.life.restore()
+            self.refusals, self._retry_at_ns = 0, 0
+
+    # ---- weights --------------------------------------------------------------------------------
+
+    @property
+    def can_update(self) -> bool:
+        """Whether the engine can be told to go to another version now."""
+        return self.life.phase is Phase.RUNNING and not self.life.failed and self.life.applying is None
+
+    def update(self, shelf: VersionShelf, now_ns: int) -> list[NodeEffect]:
+        """The next step along the staged versions, if there is one and nothing is in the way."""
+        step = shelf.next_step(self.life.held) if self.can_update and now_ns >= self._retry_at_ns else None
+        if step is None:
+            return []
+        self._apply_began_ns = now_ns
+        self.life.applying = ApplyVersion(
+            replica=self.settings.replica,
+            version=step.version,
+            base_version=self.life.held,
+            path=step.path,
+            abort_in_flight=self._node.abort_in_flight,
+        )
+        return [self.life.applying]
+
+    def applied(self, version: WeightVersion, now_ns: int) -> list[NodeEffect]:
+        """The engine runs `version`."""
+        applying = self.life.applying
+        if applying is None or applying.version != version:
+            return []  # about an engine that is gone, or told twice
+        duration_ms = (now_ns - self._apply_began_ns) / NS_PER_MS
+        self.last_update = WeightUpdate(version, applying.base_version, duration_ms, now_ns)
+        self._settle(version)
+        text = f"weights went from version {applying.base_version} to {version} in {duration_ms:.0f} ms"
+        return [Say("info", "weights_applied", text, self.settings.replica)]
+
+    def refused(self, event: WeightsRefused, shelf: VersionShelf, now_ns: int) -> list[NodeEffect]:
+        """The engine kept what it held.  What it says it holds counts, not what we thought.
+
+        Where it holds another version than we thought, the way from there is planned anew; where the files
+        were at fault, they are fetched again; where it did not answer, the same is tried again.
+        """
+        applying = self.life.applying
+        if applying is None or applying.version != event.version:
+            return []
+        if event.version_held == event.version:
+            self._settle(event.version)
+            return [
+                Say("info", "weights_applied", f"version {event.version} was there already", event.replica)
+            ]
+        self.life.applying = None
+        self.refusals += 1
+        self._retry_at_ns = now_ns + self.life.backoff_ns(self.refusals)
+        if event.version_held is not None and event.version_held != applying.base_version:
+            self.life.held = event.version_held
+        elif event.version_held is not None:
+            shelf.distrust(event.version)
+        text = f"version {event.version} was refused: {event.reason}"
+        said: list[NodeEffect] = [Say("warning", "weights_refused", text, event.replica)]
+        if self.refusals >= self._node.weight_attempts_max:
+            self.life.fail(f"weights_refused: {event.reason}")
+            text = f"gave up after {self.refusals} refusals in a row; draining and undraining it tries again"
+            said.append(Say("error", "replica_failed", text, event.replica))
+        return said
+
+    def _settle(self, version: WeightVersion) -> None:
+        self.life.held, self.life.applying = version, None
+        self.refusals, self._retry_at_ns = 0, 0
+
+    # ---- what others see ------------------------------------------------------------------------
+
+    def report(self, serving_kv_used_share: float | None) -> ReplicaReport:
+        """What the scheduler is told."""
+        reading = self.reading if isinstance(self.reading, ReplicaReading) else None
+        budget_blocks = (
+            self.memory.budget_blocks if self.memory else reading.kv_total_blocks if reading else 0
+        )
+        return ReplicaReport(
+            replica=self.settings.replica,
+            kind=self.settings.kind,
+            state=self.life.state.value,
+            url=self.settings.url,
+            model=self.settings.model,
+            weight_version=self.life.held,
+            updating=self.life.applying is not None,
+            gate_open=bool(reading.gate_open) if reading else None,
+            kv_budget_tokens=budget_blocks * self.settings.block_tokens,
+            kv_used_tokens=reading.kv_used_blocks * self.settings.block_tokens if reading else 0,
+            context_tokens_max=self.settings.context_tokens_max,
+            serving_kv_used_share=serving_kv_used_share if self.memory else None,
+            device=self.settings.device,
+        )
+
+    def gate_view(self) -> GateView:
+        """The gate as the engine last reported it."""
+        mode = self.gate_mode.name.lower()
+        if isinstance(self.reading, Unknown):
+            return GateView(open=False, reason=f"unknown: {self.reading.reason}", mode=mode)
+        known = self.reading.gate_reason in GateReason._value2member_map_
+        reason = GateReason(self.reading.gate_reason).name.lower() if known else "unknown: foreign_reason"
+        return GateView(open=bool(self.reading.gate_open), reason=reason, mode=mode)
+
+    def memory_view(self, device: MemoryReading) -> MemoryView | None:
+        """The KV budget, beside the device's memory."""
+        if self.memory is None:
+            return None
+        sized = bool(self.memory.total_blocks)
+        block_bytes = self.settings.block_bytes
+        return MemoryView(
+            state=self.memory.state.value,
+            budget_blocks=self.memory.budget_blocks if sized else None,
+            budget_bytes=self.memory.budget_blocks * block_bytes if sized and block_bytes else None,
+            cuts=self.memory.cuts,
+            serving_bytes=_known(device.serving_bytes),
+            free_bytes=_known(device.free_bytes),
+            total_bytes=_known(device.total_bytes),
+            headroom_bytes=_known(device.headroom_bytes(self._node.memory.headroom_share)),
+        )
+
+    def view(self, device: MemoryReading) -> ReplicaView:
+        """Everything `rose status` shows of it."""
+        reading = self.reading if isinstance(self.reading, ReplicaReading) else None
+        return ReplicaView(
+            id=self.settings.replica,
+            kind=self.settings.kind,
+            state=self.life.state.value,
+            reason=self.life.reason,
+            url=self.settings.url,
+            pid=self.life.pid,
+            attempts=self.life.attempts,
+            weight_version=self.life.held,
+            gate=self.gate_view(),
+            memory=self.memory_view(device),
+            running=reading.running if reading else None,
+            waiting=reading.waiting if reading else None,
+            kv_used_blocks=reading.kv_used_blocks if reading else None,
+            kv_total_blocks=reading.kv_total_blocks if reading else None,
+            tokens=reading.tokens if reading else None,
+            aborted_requests=reading.aborted_requests if reading else None,
+            last_update=self.last_update,
+        )
+
+
+def _known(value: int | Unknown) -> int | None:
+    return None if isinstance(value, Unknown) else value

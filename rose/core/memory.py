@@ -1,0 +1,178 @@
+"""Serving-first memory sharing: the KV budget of one rollout replica (paper: preemptive memory sharing).
+
+    normal --(headroom entered, or reclaim)--> pressure --(cut applied)--> frozen --(next RL step)--> normal
+
+*Pressure* is one emergency cut: `cut_share` of the budget stays, at least the minimum; the engine aborts
+whole requests to get there.  *Frozen* means that the budget does not grow before the next RL step, however
+much memory comes free: a budget that follows serving up and down would abort again and again.
+
+"One cut" protects rollout from being cut over and over for the same pressure; it must not leave serving
+short.  So while frozen a second cut is made only when the first was applied, `settle_ns` passed for the
+memory to come back, and a reading taken after that still shows less than the headroom free.  Further cuts
+are spaced by the same rule, down to the minimum.
+
+An RL step thaws.  The budget then grows by what the next known reading shows to be free beyond the
+headroom: never on an unknown reading, never on one from before the thaw.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from rose.core.readings import Unknown
+
+
+class MemoryState(StrEnum):
+    """Where a replica's KV budget stands."""
+
+    NORMAL = "normal"
+    PRESSURE = "pressure"
+    """A cut was decided, and the engine has not confirmed it yet."""
+    FROZEN = "frozen"
+    """The cut is applied; the budget does not grow before the next RL step."""
+
+
+class MemoryReading(msgspec.Struct, frozen=True):
+    """Memory of the shared device, in bytes."""
+
+    serving_bytes: int | Unknown
+    free_bytes: int | Unknown
+    total_bytes: int | Unknown
+
+    def headroom_bytes(self, share: float) -> int | Unknown:
+        """Bytes to keep free for serving: `share` of the device."""
+        return self.total_bytes if isinstance(self.total_bytes, Unknown) else round(share * self.total_bytes)
+
+    def spare_bytes(self, share: float) -> int | Unknown:
+        """Free bytes beyond the headroom; negative when serving has grown into it."""
+        if isinstance(self.free_bytes, Unknown):
+            return self.free_bytes
+        if isinstance(self.total_bytes, Unknown):
+            return self.total_bytes
+        if not 0 <= self.free_bytes <= self.total_bytes or self.total_bytes == 0:
+            return Unknown("memory_contradictory")
+        return self.free_bytes - round(share * self.total_bytes)
+
+
+class MemorySettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Constants of the policy, from the paper where it names them."""
+
+    headroom_share: float = 0.2
+    cut_share: float = 0.5
+    budget_blocks_min: int = 4
+    settle_ns: int = 1_000_000_000
+    """How long after an applied cut a reading counts as taken after it."""
+    block_bytes: int = 0
+    """Bytes of one KV block; 0 if not known: then a thaw gives the whole budget back or nothing."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.headroom_share < 1:
+            raise ValueError(f"headroom_share must lie in [0, 1), not {self.headroom_share}")
+        if not 0 < self.cut_share < 1:
+            raise ValueError(f"cut_share must lie between 0 and 1, not {self.cut_share}")
+        if self.budget_blocks_min < 1 or self.settle_ns < 0 or self.block_bytes < 0:
+            raise ValueError("budget_blocks_min must be above 0, settle_ns and block_bytes not below")
+
+
+class Cut(msgspec.Struct, frozen=True):
+    """One emergency cut, as decided."""
+
+    before_blocks: int
+    after_blocks: int
+    reason: str
+
+
+class MemoryPolicy:
+    """The KV budget of one replica, and the state it is in.
+
+    `budget_blocks` is 0 until the engine told how many blocks it has (`sized`).
+    """
+
+    def __init__(self, settings: MemorySettings) -> None:
+        self._settings = settings
+        self.state = MemoryState.NORMAL
+        self.total_blocks = 0
+        self.budget_blocks = 0
+        self.cuts = 0
+        self._settled_ns = 0
+        self._thaw_due = False
+        self._grow_due = False
+
+    @property
+    def limit_blocks(self) -> int:
+        """What to write into `GatePolicy.kv_budget_blocks`: 0 while the engine may use all it has."""
+        return 0 if self.budget_blocks == self.total_blocks else self.budget_blocks
+
+    def sized(self, total_blocks: int) -> None:
+        """The engine has `total_blocks` KV blocks.  A restart with another size keeps a cut budget cut."""
+        if total_blocks <= 0 or total_blocks == self.total_blocks:
+            return
+        uncut = self.budget_blocks == self.total_blocks and self.state is MemoryState.NORMAL
+        first = self.total_blocks == 0
+        self.total_blocks = total_blocks
+        self.budget_blocks = total_blocks if uncut or first else min(self.budget_blocks, total_blocks)
+
+    def observed(self, reading: MemoryReading, now_ns: int) -> Cut | None:
+        """The device's memory was read; answers the cut to make, if any."""
+        spare = reading.spare_bytes(self._settings.headroom_share)
+        if isinstance(spare, Unknown):
+            return None
+        if spare < 0:
+            return self._cut("headroom_entered") if self._may_cut(now_ns) else None
+        if self.state is MemoryState.NORMAL and self._grow_due and self.total_blocks:
+            self._grow_due = False
+            self._grow(spare)
+        return None
+
+    def reclaim(self, reason: str) -> Cut | None:
+        """An operator (or a drill) wants memory back; None if it was cut already, or has nothing to give."""
+        return self._cut(reason) if self.state is MemoryState.NORMAL else None
+
+    def applied(self, now_ns: int) -> None:
+        """The engine obeys the latest budget."""
+        if self.state is not MemoryState.PRESSURE:
+            return
+        self.state = MemoryState.FROZEN
+        self._settled_ns = now_ns + self._settings.settle_ns
+        if self._thaw_due:
+            self.step_began()
+
+    def engine_gone(self, now_ns: int) -> None:
+        """The engine's process ended: a cut in flight is done, as all its memory is back."""
+        self.applied(now_ns)
+
+    def step_began(self) -> None:
+        """An RL step began: thaw.  A cut in flight lands first."""
+        self._thaw_due = self.state is MemoryState.PRESSURE
+        if not self._thaw_due:
+            self.state = MemoryState.NORMAL
+            self._grow_due = True
+
+    def _may_cut(self, now_ns: int) -> bool:
+        match self.state:
+            case MemoryState.NORMAL:
+                return True
+            case MemoryState.PRESSURE:
+                return False
+            case MemoryState.FROZEN:
+                return now_ns >= self._settled_ns
+
+    def _cut(self, reason: str) -> Cut | None:
+        before = self.budget_blocks
+        after = min(before, max(self._settings.budget_blocks_min, int(before * self._settings.cut_share)))
+        if after == before:
+            return None
+        self.budget_blocks = after
+        self.state = MemoryState.PRESSURE
+        self._grow_due = self._thaw_due = False
+        self.cuts += 1
+        return Cut(before, after, reason)
+
+    def _grow(self, spare_bytes: int) -> None:
+        if not self._settings.block_bytes:
+            self.budget_blocks = self.total_blocks
+            return
+        grown = self.budget_blocks + spare_bytes // self._settings.block_bytes
+        self.budget_blocks = min(self.total_blocks, grown)

@@ -1,0 +1,138 @@
+"""Which weight versions of the job can be had, which lie on this host, and how to get from one to another.
+
+A staged version is a delta on its base, or an anchor (no base: applies to any older version).  An engine
+moves in order: always to a higher version, along deltas whose base it holds, or onto an anchor.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right, insort
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from rose.units import NS_PER_S, WeightVersion
+
+VERSIONS_MAX = 4096
+"""Versions remembered; the oldest are forgotten."""
+RETRY_NS = NS_PER_S
+RETRY_NS_MAX = 60 * NS_PER_S
+
+
+class Staged(NamedTuple):
+    """A version whose files lie verified on this host."""
+
+    version: WeightVersion
+    base: WeightVersion | None
+    path: str
+
+
+class Pull(NamedTuple):
+    """A version to fetch, for engines that hold `held`."""
+
+    version: WeightVersion
+    held: WeightVersion
+
+
+class _Retry(NamedTuple):
+    failures: int
+    at_ns: int
+
+
+class VersionShelf:
+    """The versions of one job on this host.  One pull at a time; failed pulls are retried for ever,
+    with a growing pause, as a version may appear (again) at the relay at any time.
+    """
+
+    def __init__(self) -> None:
+        self._available: list[WeightVersion] = []
+        self._staged: dict[WeightVersion, Staged] = {}
+        self._retries: dict[WeightVersion, _Retry] = {}
+        self.pulling: Pull | None = None
+
+    @property
+    def newest(self) -> WeightVersion:
+        """The newest version known to exist; 0 before any."""
+        return self._available[-1] if self._available else WeightVersion(0)
+
+    @property
+    def staged(self) -> tuple[WeightVersion, ...]:
+        """Versions that lie on this host, in order."""
+        return tuple(sorted(self._staged))
+
+    def available(self, version: WeightVersion) -> bool:
+        """The relay has `version`; False if that was known, or cannot be."""
+        at = bisect_right(self._available, version)
+        if version <= 0 or (at and self._available[at - 1] == version):
+            return False
+        insort(self._available, version)
+        if len(self._available) > VERSIONS_MAX:
+            oldest = self._available.pop(0)
+            self._staged.pop(oldest, None)
+            self._retries.pop(oldest, None)
+        return True
+
+    def arrived(self, staged: Staged) -> bool:
+        """The version's files lie on this host; False if that is no version, or not based on an older one."""
+        self._no_longer_pulling(staged.version)
+        if staged.version <= 0 or (staged.base is not None and staged.base >= staged.version):
+            return False
+        self.available(staged.version)
+        self._retries.pop(staged.version, None)
+        if staged.version in self._available:
+            self._staged[staged.version] = staged
+        return True
+
+    def failed(self, version: WeightVersion, now_ns: int) -> int:
+        """The version could not be had; answers the pause before the next try."""
+        failures = self._retries.get(version, _Retry(0, 0)).failures + 1
+        pause_ns = min(RETRY_NS << min(failures - 1, 32), RETRY_NS_MAX)
+        if version in self._available:
+            self._retries[version] = _Retry(failures, now_ns + pause_ns)
+        self._no_longer_pulling(version)
+        return pause_ns
+
+    def distrust(self, version: WeightVersion) -> None:
+        """An engine refused these files: fetch and verify them again."""
+        self._staged.pop(version, None)
+
+    def next_step(self, held: WeightVersion) -> Staged | None:
+        """The staged version to go to from `held`: the furthest delta on it, else the newest anchor."""
+        later = [staged for version, staged in self._staged.items() if version > held]
+        deltas = [staged for staged in later if staged.base == held]
+        anchors = [staged for staged in later if staged.base is None]
+        return max(deltas or anchors, default=None, key=lambda staged: staged.version)
+
+    def next_pull(self, held_by_engines: Iterable[WeightVersion], now_ns: int) -> Pull | None:
+        """The version to fetch next so that every engine gets on, or None (also while one is on its way).
+
+        Follows what is staged as far as it leads, then takes the next version after it.  Where that one
+        is not to be had, a later one may be an anchor.
+        """
+        if self.pulling is not None:
+            return None
+        for held in held_by_engines:
+            reached = self._reached_from(held)
+            for version in self._later_than(reached):
+                retry = self._retries.get(version)
+                if version not in self._staged and (retry is None or retry.at_ns <= now_ns):
+                    self.pulling = Pull(version, reached)
+                    return self.pulling
+        return None
+
+    def dead_end(self, held: WeightVersion) -> bool:
+        """Whether newer versions exist, all of them lie here, and none can follow where `held` leads."""
+        later = self._later_than(self._reached_from(held))
+        return bool(later) and all(version in self._staged for version in later)
+
+    def _reached_from(self, held: WeightVersion) -> WeightVersion:
+        """How far the staged versions lead."""
+        while (step := self.next_step(held)) is not None:
+            held = step.version
+        return held
+
+    def _later_than(self, version: WeightVersion) -> list[WeightVersion]:
+        return self._available[bisect_right(self._available, version) :]
+
+    def _no_longer_pulling(self, version: WeightVersion) -> None:
+        if self.pulling is not None and self.pulling.version == version:
+            self.pulling = None
