@@ -95,7 +95,7 @@ class Bell:
         self._libc.syscall(self._call, self._address, _FUTEX_WAIT, expected, ctypes.byref(limit), None, 0)
 
 
-class _Mapping:
+class _Mapping(Generic[RecordT]):
     """One mapped board page; subclasses add the reading or the writing side."""
 
     def __init__(self, path: Path, kind: type[RecordT], *, create: bool) -> None:
@@ -117,7 +117,7 @@ class _Mapping:
         self.bell = Bell(self._page)
 
 
-class BoardWriter(_Mapping, Generic[RecordT]):
+class BoardWriter(_Mapping[RecordT]):
     """The one writer of a board.
 
     Raises OSError when the file cannot be made.
@@ -142,7 +142,7 @@ class BoardWriter(_Mapping, Generic[RecordT]):
         self._sequence = sequence
 
 
-class BoardReader(_Mapping, Generic[RecordT]):
+class BoardReader(_Mapping[RecordT]):
     """One reader of a board.
 
     Raises FileNotFoundError (or another OSError, or ValueError for a file shorter than a page) when the
@@ -199,12 +199,17 @@ class WatchedBoard(Generic[RecordT]):
         """The bell on the board's page, once the board is there."""
         return self._reader.bell if self._reader else None
 
+    @property
+    def owner(self) -> Owner | None:
+        """The process that writes the board, once the board is there."""
+        return self._reader.owner if self._reader else None
+
     def _check_owner(self, now_ns: int) -> None:
         if self._reader is not None and now_ns - self._owner_checked_ns < self._owner_check_ns:
             return
         self._owner_checked_ns = now_ns
         try:
-            status = os.stat(self.path)
+            status = self.path.stat()
             if status.st_size < PAGE_BYTES:
                 self._reader, self._fault = None, "board_truncated"
                 return

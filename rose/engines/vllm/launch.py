@@ -19,10 +19,10 @@ from rose.units import MIB
 _PACKAGE = "rose.engines.vllm"
 _API_SERVER = "vllm.entrypoints.openai.api_server"
 _KV_BYTES_CPU = 256 * MIB
-"""KV memory of a CPU engine without a block count: vLLM's own default there is most of the host's memory."""
+"""KV memory that a CPU engine may take: vLLM's own default there is most of the host's memory."""
 _STEP_TOKENS_MAX = 512
-"""Most tokens a step schedules (chunked prefill): bounds the step that an arriving serving request waits for."""
-_DROPPED = ("VLLM_CPU_KVCACHE_SPACE", "VLLM_SERVER_DEV_MODE", "VLLM_API_KEY", "VLLM_PLUGINS")
+"""Most tokens a step schedules (chunked prefill): bounds the step that an arriving request waits for."""
+_DROPPED = ("VLLM_CPU_KVCACHE_SPACE", "VLLM_SERVER_DEV_MODE", "VLLM_API_KEY", "VLLM_USE_SPINLOOP_EXT")
 """Variables of the caller that would override what is asked for here."""
 
 
@@ -44,6 +44,16 @@ class EngineShape(NamedTuple):
     sequences_max: int = 16
 
 
+DEFAULT_SHAPE = EngineShape()
+
+
+class _Server(NamedTuple):
+    model: str
+    served_name: str
+    host: str
+    port: int
+
+
 def serving_command(
     *,
     model: str,
@@ -57,7 +67,7 @@ def serving_command(
     tpot_slo_ms: float = 60,
     cpus: Sequence[int] = (),
     api_cpus: Sequence[int] = (),
-    shape: EngineShape = EngineShape(),
+    shape: EngineShape = DEFAULT_SHAPE,
     device: str = "cpu",
     engine_args: Sequence[str] = (),
     environ: Mapping[str, str] = os.environ,
@@ -73,7 +83,7 @@ def serving_command(
         worker_cpus=_cores(cpus),
         api_cpus=_cores(api_cpus),
     )
-    argv = _server(model, served_name, host, port, shape, device)
+    argv = _server(_Server(model, served_name, host, port), shape, device)
     argv += ["--scheduler-cls", _scheduler("serving", device), *engine_args]
     return EngineCommand(tuple(argv), _environment(settings, len(cpus), device, environ))
 
@@ -104,7 +114,8 @@ def rollout_command(
         replica.kv_blocks, replica.block_tokens, replica.context_tokens_max, replica.sequences_max
     )
     device = config.device.kind
-    argv = _server(replica.model, replica.served_name, replica.host, port or replica.port, shape, device)
+    server = _Server(replica.model, replica.served_name, replica.host, port or replica.port)
+    argv = _server(server, shape, device)
     argv += ["--scheduler-cls", _scheduler("rollout", device)]
     argv += ["--middleware", f"{_PACKAGE}.endpoints.BellMiddleware"]
     argv += ["--weight-transfer-config", '{"backend":"rose"}', *replica.engine_args]
@@ -121,11 +132,18 @@ def _scheduler(role: str, device: str) -> str:
     return f"{_PACKAGE}.{role}_scheduler.{role.capitalize()}{kind}"
 
 
-def _server(model: str, served_name: str, host: str, port: int, shape: EngineShape, device: str) -> list[str]:
+def _server(server: _Server, shape: EngineShape, device: str) -> list[str]:
     # The `vllm` command looks for the metadata of a distribution named vllm, which a CPU build is not.
-    argv = [sys.executable, "-m", _API_SERVER, "--model", model, "--served-model-name", served_name]
-    argv += ["--host", host, "--port", str(port), "--seed", "0"]
-    argv += ["--block-size", str(shape.block_tokens), "--max-model-len", str(shape.context_tokens_max)]
+    argv = [sys.executable, "-m", _API_SERVER, "--model", server.model]
+    argv += ["--served-model-name", server.served_name, "--host", server.host, "--port", str(server.port)]
+    argv += [
+        "--seed",
+        "0",
+        "--block-size",
+        str(shape.block_tokens),
+        "--max-model-len",
+        str(shape.context_tokens_max),
+    ]
     argv += ["--max-num-seqs", str(shape.sequences_max), "--max-num-batched-tokens", str(_STEP_TOKENS_MAX)]
     argv += ["--enable-chunked-prefill", "--enable-prefix-caching", "--disable-uvicorn-access-log"]
     if shape.kv_blocks:

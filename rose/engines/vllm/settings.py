@@ -79,6 +79,17 @@ class PluginSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         except msgspec.ValidationError as error:
             raise ConfigError(f"{cls.PREFIX}*: {error}") from None
 
+    @classmethod
+    def require(cls, role: Literal["serving", "rollout"]) -> PluginSettings:
+        """The settings of an engine in that role.  Raises ConfigError if it was started otherwise."""
+        settings = cls.from_environ()
+        if settings is None or settings.role != role:
+            raise ConfigError(
+                f"this is the scheduler of a {role} engine, but {cls.PREFIX}ROLE says otherwise",
+                "start engines with the command that rose.engines.vllm.launch builds",
+            )
+        return settings
+
 
 def _cores(field: str, text: str) -> frozenset[int]:
     try:

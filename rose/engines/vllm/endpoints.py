@@ -1,0 +1,292 @@
+"""ROSE's own HTTP endpoints on an engine's port, guarded by the token of this host's engines.
+
+vLLM's control routes need its dev mode, which opens much more; these open only what rosed and the gateway use.
+All answers are JSON; errors are `{"error": code, "detail": text}`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import os
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+from vllm.version import __version__ as vllm_version
+
+from rose import __version__
+from rose.boards import WatchedBoard
+from rose.core.readings import GatePolicy, ReplicaReading, SlackReading, Unknown
+from rose.engines.vllm.settings import PluginSettings
+from rose.errors import ConfigError
+
+_POLL_S = (0.002, 0.02)
+"""Shortest and longest pause between questions how a staging goes."""
+_RING_S = 0.002
+_AFTER_S = 0.003
+"""From the HTTP layer to the core loop's inbox takes about this long."""
+_BODY_BYTES_MAX = 1 << 20
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+class UpdateRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of POST /rose/v1/weights/update."""
+
+    version: int
+    base_version: int
+    path: str
+    abort_in_flight: bool = False
+
+
+class AbortRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of POST /rose/v1/abort: request ids, with or without vLLM's prefix, or all."""
+
+    request_ids: tuple[str, ...] = ()
+    all: bool = False
+
+
+class RoseEndpoints:
+    """Entry point `vllm.endpoint_plugins`; `attach_router` and `init_state` are called by vLLM, in that order."""
+
+    name = "rose"
+    required_tasks: ClassVar[tuple[str, ...] | None] = ("generate",)
+
+    def __init__(self) -> None:
+        settings = PluginSettings.from_environ()
+        if settings is None:
+            raise ConfigError(
+                f"the endpoints of ROSE are loaded, but no {PluginSettings.PREFIX}* is set",
+                "take `rose` out of VLLM_PLUGINS, or start the engine with rose.engines.vllm.launch",
+            )
+        self._settings = settings
+        self._token = _read_token(Path(settings.token_file))
+        self._bell = GateBell(settings)
+        self._update = asyncio.Lock()
+        self._engine: Any = None
+        self._about: dict[str, Any] = {}
+
+    def attach_router(self, app: FastAPI) -> None:
+        """Add the routes; a serving engine gets the read-only one alone."""
+        self._add(app, "GET", "/rose/v1/engine", self.engine)
+        if self._settings.role == "rollout":
+            self._add(app, "POST", "/rose/v1/weights/update", self.update_weights)
+            self._add(app, "GET", "/rose/v1/weights/digests", self.weight_digests)
+            self._add(app, "POST", "/rose/v1/abort", self.abort)
+
+    def _add(self, app: FastAPI, method: str, path: str, handler: Handler) -> None:
+        async def guarded(request: Request) -> Response:
+            scheme, _, token = request.headers.get("authorization", "").partition(" ")
+            if scheme.lower() != "bearer" or not hmac.compare_digest(token.encode(), self._token):
+                return _json(
+                    401, {"error": "unauthorized", "detail": "send the token of this host's engines"}
+                )
+            return await handler(request)
+
+        app.add_api_route(path, guarded, methods=[method], include_in_schema=False, response_model=None)
+
+    async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
+        """Learn what does not change: model, versions, the processes and where they run."""
+        self._engine = engine_client
+        workers = await engine_client.collective_rpc("rose_process")
+        self._about = {
+            "role": self._settings.role,
+            "name": self._settings.name,
+            "model": (args.served_model_name or [args.model])[0],
+            "vllm_version": vllm_version,
+            "rose_version": __version__,
+            "block_tokens": engine_client.vllm_config.cache_config.block_size,
+            "api_server": {"pid": os.getpid(), "cpus": sorted(os.sched_getaffinity(0))},
+            "workers": workers,
+        }
+
+    # ---- GET /rose/v1/engine ----------------------------------------------------------------------
+
+    async def engine(self, request: Request) -> Response:
+        """Who this engine is and what it holds.  Reads the board only, so a closed gate delays nothing."""
+        boards, name, now_ns = self._settings.boards, self._settings.name, time.monotonic_ns()
+        board: WatchedBoard[SlackReading] | WatchedBoard[ReplicaReading]
+        if self._settings.role == "serving":
+            board = WatchedBoard(boards.slack(name), SlackReading)
+        else:
+            board = WatchedBoard(boards.replica(name), ReplicaReading)
+        reading = board.read(now_ns, None)
+        if isinstance(reading, Unknown):
+            return _json(503, {"error": "board_unknown", "detail": str(reading)})
+        weight_version = reading.weight_version if isinstance(reading, ReplicaReading) else 0
+        core = {"pid": board.owner.pid if board.owner else None}
+        state = {"weight_version": weight_version, "kv_total_blocks": reading.kv_total_blocks, "core": core}
+        return _json(200, self._about | state)
+
+    # ---- POST /rose/v1/weights/update ---------------------------------------------------------------
+
+    async def update_weights(self, request: Request) -> Response:
+        """Bring the engine to another version: stage, pause, write, resume.  One at a time."""
+        body = await _decode(request, UpdateRequest)
+        if isinstance(body, Response):
+            return body
+        if self._update.locked():
+            return _json(409, {"error": "busy", "detail": "another weight update is under way"})
+        async with self._update, self._bell.ringing():
+            started = time.monotonic()
+            staged = await self._stage(body)
+            if staged["state"] != "staged":
+                return _refused(staged)
+            pausing = time.monotonic()
+            outcome = await self._apply(body)
+            if "error" in outcome:
+                return _refused(outcome)
+            ended = time.monotonic()
+        ms = {
+            "stage": staged["stage_ms"],
+            "pause": (ended - pausing) * 1e3,
+            "apply": outcome["apply_ms"],
+            "total": (ended - started) * 1e3,
+        }
+        return _json(200, {"version": body.version, "changed": outcome["changed"], "ms": ms})
+
+    async def _stage(self, body: UpdateRequest) -> dict[str, Any]:
+        await self._worker("rose_discard_weights")  # what a cancelled update may have left
+        state = await self._worker("rose_stage_weights", body.path, body.version, body.base_version)
+        pause_s = _POLL_S[0]
+        while state["state"] == "staging":
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _POLL_S[1])
+            state = await self._worker("rose_stage_state")
+        return state
+
+    async def _apply(self, body: UpdateRequest) -> dict[str, Any]:
+        mode = "abort" if body.abort_in_flight else "keep"
+        # Not `pause_generation`, which sleeps 20 ms for the looks of it.
+        await self._engine.engine_core.pause_scheduler_async(mode=mode, clear_cache=False)
+        try:
+            outcome = await self._worker("rose_apply_weights", body.version)
+            if "error" not in outcome:
+                await self._engine.update_weight_version(str(body.version))
+            return outcome
+        finally:
+            await self._engine.resume_generation()
+
+    async def _worker(self, method: str, *arguments: Any) -> dict[str, Any]:
+        answers: list[dict[str, Any]] = await self._engine.collective_rpc(method, args=arguments)
+        assert len(answers) == 1, "live weights are for one worker"
+        return answers[0]
+
+    # ---- GET /rose/v1/weights/digests, POST /rose/v1/abort --------------------------------------------
+
+    async def weight_digests(self, request: Request) -> Response:
+        """Digest of every live parameter, by checkpoint name, computed now."""
+        async with self._bell.ringing():
+            return _json(200, await self._worker("rose_weight_digests"))
+
+    async def abort(self, request: Request) -> Response:
+        """End requests; their clients get what they have so far, with finish_reason `abort`."""
+        body = await _decode(request, AbortRequest)
+        if isinstance(body, Response):
+            return body
+        known = self._engine.output_processor.external_req_ids
+        if body.all:
+            wanted = list(known)
+        else:
+            names = (
+                name for each in body.request_ids for name in (each, f"chatcmpl-{each}", f"cmpl-{each}-0")
+            )
+            wanted = [name for name in names if name in known]
+        if wanted:
+            async with self._bell.ringing():
+                await self._engine.abort(wanted)
+                await asyncio.sleep(_AFTER_S)
+        return _json(200, {"aborted": len(wanted)})
+
+
+class GateBell:
+    """The bell on this rollout engine's own gate board, which ends the wait of a closed gate."""
+
+    def __init__(self, settings: PluginSettings) -> None:
+        self._board = WatchedBoard(settings.boards.gate(settings.name), GatePolicy)
+
+    def ring(self) -> None:
+        """Ring it, if the board is there."""
+        self._board.read(time.monotonic_ns(), None)
+        if self._board.bell is not None:
+            self._board.bell.ring()
+
+    @contextlib.asynccontextmanager
+    async def ringing(self) -> AsyncIterator[None]:
+        """Ring again and again, so that every call made meanwhile is served at once."""
+
+        async def keep_ringing() -> None:
+            while True:
+                self.ring()
+                await asyncio.sleep(_RING_S)
+
+        task = asyncio.create_task(keep_ringing())
+        try:
+            yield
+        finally:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+
+
+class BellMiddleware:
+    """ASGI middleware of a rollout engine: rings when a request comes or ends.
+
+    A closed gate would notice a new or a disconnected client only when its bounded wait is over.
+    """
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+        settings = PluginSettings.require("rollout")
+        self._bell = GateBell(settings)
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Pass the request on."""
+        if scope["type"] != "http" or scope["method"] != "POST":
+            await self._app(scope, receive, send)
+            return
+        loop = asyncio.get_running_loop()
+        loop.call_later(_AFTER_S, self._bell.ring)
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            loop.call_later(_AFTER_S, self._bell.ring)
+
+
+def _read_token(path: Path) -> bytes:
+    try:
+        token = path.read_bytes().strip()
+    except OSError as error:
+        raise ConfigError(f"{path}: the engines' token cannot be read: {error.strerror}") from None
+    if not token:
+        raise ConfigError(f"{path}: the engines' token is empty")
+    return token
+
+
+async def _decode(request: Request, kind: type[Any]) -> Any:
+    """The body as a `kind`, or the answer that refuses it."""
+    data = await request.body()
+    if len(data) > _BODY_BYTES_MAX:
+        return _json(413, {"error": "too_large", "detail": f"bodies are at most {_BODY_BYTES_MAX} bytes"})
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except msgspec.DecodeError as error:
+        return _json(400, {"error": "bad_request", "detail": str(error)})
+
+
+_STATUS = {"wrong_base": 409, "busy": 409, "corrupt_delta": 422}
+
+
+def _refused(answer: dict[str, Any]) -> Response:
+    code = answer.get("error", answer.get("state", "failed"))
+    detail = {key: answer[key] for key in ("detail", "version_held") if key in answer}
+    return _json(_STATUS.get(code, 500), {"error": code, **detail})
+
+
+def _json(status: int, body: dict[str, Any]) -> Response:
+    return Response(msgspec.json.encode(body), status, media_type="application/json")

@@ -1,0 +1,114 @@
+"""The board of a rollout engine: what rosed sees of it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from rose.boards import BoardWriter
+from rose.core.latency import WindowQuantile
+from rose.core.readings import LimitStatus, ReplicaReading, Unknown
+from rose.engines.vllm.kv_budget import KvBudget
+from rose.engines.vllm.settings import PluginSettings
+from rose.engines.vllm.step_gate import StepGate
+from rose.units import ms_to_ns
+
+_OVERHEAD_WINDOW = 512
+
+
+class ReplicaBoard:
+    """Counts steps and writes the board; a thread calls `heartbeat` after a while without a step."""
+
+    def __init__(self, settings: PluginSettings, heartbeat: Callable[[], None]) -> None:
+        boards = settings.boards
+        boards.run_dir.mkdir(parents=True, exist_ok=True)
+        self._writer = BoardWriter(boards.replica(settings.name), ReplicaReading)
+        self._overhead_p50 = WindowQuantile(_OVERHEAD_WINDOW, 0.5)
+        self._overhead_p99 = WindowQuantile(_OVERHEAD_WINDOW, 0.99)
+        self._overhead_ns = 0
+        self._published_ns = 0
+        self._step_start_ns = self._step_end_ns = self._busy_ns = 0
+        self._steps = self._empty_steps = self._tokens = 0
+        self.stepped = False
+        """Whether the latest step had tokens."""
+        self.aborted = 0
+        self.rejected = 0
+        self.budget_complete = True
+        """Whether all blocks above the budget are parked."""
+        self._period_ns = ms_to_ns(settings.board_stale_ms) // 4
+        self._heartbeat = heartbeat
+        threading.Thread(target=self._beat, name="rose-replica", daemon=True).start()
+
+    def scheduled(self, tokens: int, now_ns: int) -> None:
+        """A step was scheduled, perhaps an empty one."""
+        self.stepped = tokens > 0
+        if tokens:
+            self._steps += 1
+            self._tokens += tokens
+            self._step_start_ns = now_ns
+        else:
+            self._empty_steps += 1
+
+    def step_ended(self, started_ns: int, now_ns: int) -> int:
+        """The oldest step in flight is done; returns how long it had the device."""
+        duration_ns = now_ns - max(started_ns, self._step_end_ns)
+        self._busy_ns += duration_ns
+        self._step_end_ns = now_ns
+        return duration_ns
+
+    def overhead(self, spent_ns: int) -> None:
+        """What our part of `schedule` cost; closes the account of the step before."""
+        if self._overhead_ns:
+            self._overhead_p50.add(self._overhead_ns)
+            self._overhead_p99.add(self._overhead_ns)
+        self._overhead_ns = spent_ns
+
+    def overhead_more(self, spent_ns: int) -> None:
+        """What our part of `update_from_output` cost."""
+        self._overhead_ns += spent_ns
+
+    def publish(
+        self, gate: StepGate, kv: KvBudget, *, running: int, waiting: int, weight_version: int
+    ) -> None:
+        """Write the board."""
+        self._published_ns = time.monotonic_ns()
+        policy, admission = gate.policy, gate.last
+        limit_status = gate.limit_status
+        if limit_status == LimitStatus.APPLIED and not self.budget_complete:
+            limit_status = LimitStatus.DEFERRED
+        self._writer.publish(
+            ReplicaReading(
+                stamp_ns=self._published_ns,
+                policy_revision=0 if isinstance(policy, Unknown) else policy.revision,
+                limit_status=limit_status,
+                gate_open=int(admission is not None and admission.open),
+                gate_reason=admission.reason if admission is not None else 0,
+                token_cap=admission.tokens if admission is not None else 0,
+                kv_total_blocks=kv.total_blocks,
+                kv_budget_blocks=kv.budget_blocks,
+                kv_used_blocks=kv.used_blocks,
+                running=running,
+                waiting=waiting,
+                steps=self._steps,
+                empty_steps=self._empty_steps,
+                tokens=self._tokens,
+                aborted_requests=self.aborted,
+                rejected_requests=self.rejected,
+                gate_transitions=gate.transitions,
+                open_ns=gate.open_ns,
+                closed_ns=gate.closed_ns,
+                step_start_ns=self._step_start_ns,
+                step_end_ns=self._step_end_ns,
+                busy_ns=self._busy_ns,
+                overhead_p50_ns=self._overhead_p50.value(),
+                overhead_p99_ns=self._overhead_p99.value(),
+                weight_version=weight_version,
+            )
+        )
+
+    def _beat(self) -> None:
+        while True:
+            time.sleep(self._period_ns / 1e9)
+            if time.monotonic_ns() - self._published_ns >= self._period_ns:
+                self._heartbeat()

@@ -1,0 +1,278 @@
+"""Scheduler of a rollout engine (`--scheduler-cls`): vLLM's own behind a gate, within a KV budget.
+
+Before each step it asks the gate how many tokens may run; while the gate is closed it waits, bounded, for
+a bell.  Scheduling itself stays vLLM's: a cap is set around its `schedule`, and nothing is ever skipped (an
+empty step still has to flush finished requests, or asynchronous scheduling breaks).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from vllm.v1.request import RequestStatus
+
+from rose.core.readings import LimitStatus, Unknown
+from rose.engines.vllm.kv_budget import KvBudget
+from rose.engines.vllm.replica_board import ReplicaBoard
+from rose.engines.vllm.settings import PluginSettings
+from rose.engines.vllm.step_gate import StepGate
+from rose.errors import ConfigError, RoseError
+from rose.units import NS_PER_MS
+
+KV_BUDGET_CUT = "rose:kv_budget_cut"
+"""stop_reason of a request whose blocks a budget cut took."""
+OVER_BUDGET = "rose:over_budget"
+"""stop_reason of a request that the present budget could never hold."""
+
+_IDLE_STATS_NS = 100 * NS_PER_MS
+
+
+class RolloutMixin:
+    """Goes before a vLLM scheduler class among the bases.
+
+    The lock orders the core loop's thread and the heartbeat of the replica's board, which applies budgets
+    while there is no request, hence no step to do it.
+    """
+
+    waiting: Any
+    kv_holding_waiting: Any
+    running: list[Any]
+    requests: dict[str, Any]
+    finished_req_ids: set[str]
+    kv_cache_manager: Any
+    max_num_scheduled_tokens: int
+    max_model_len: int
+    connector: Any
+    pause_state: PauseState
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        settings = PluginSettings.require("rollout")
+        self._rose_lock = threading.RLock()
+        self._rose_gate = StepGate(settings, step_tokens_max=self.max_num_scheduled_tokens)
+        self._rose_kv = KvBudget(self)
+        self._rose_ended: list[tuple[Any, str]] = []
+        self._rose_steps: deque[tuple[int, int]] = deque()
+        self._rose_rotation = 0
+        self._rose_stats_ns = 0
+        self._rose_slept_ns = 0
+        self._rose_version = "0"
+        if self.connector is not None:
+            raise ConfigError("a rollout engine cannot have a KV connector", "leave --kv-transfer-config out")
+        if not self._rose_kv.fits(self.max_model_len):
+            raise ConfigError(
+                f"{self._rose_kv.total_blocks} KV blocks cannot hold {self.max_model_len} tokens",
+                "raise kv_blocks or lower context_tokens_max of the replica",
+            )
+        self._rose_board = ReplicaBoard(settings, self._rose_heartbeat)
+
+    # ---- each step --------------------------------------------------------------------------------
+
+    def schedule(self, throttle_prefills: bool = False) -> Any:
+        """As vLLM, with at most the tokens that the gate admits."""
+        entered_ns = time.monotonic_ns()
+        tokens_max = self._rose_admitted(entered_ns)
+        with self._rose_lock:
+            limit = self.max_num_scheduled_tokens
+            self.max_num_scheduled_tokens = min(limit, tokens_max)
+            if 0 < tokens_max < len(self.running):
+                self._rose_rotate(tokens_max)
+            asked_ns = time.monotonic_ns()
+            try:
+                output = super().schedule(throttle_prefills)  # type: ignore[misc]
+            finally:
+                self.max_num_scheduled_tokens = limit
+            scheduled_ns = time.monotonic_ns()
+            self._rose_end_those_too_large(output.preempted_req_ids or ())
+            self._rose_board.scheduled(output.total_num_scheduled_tokens, scheduled_ns)
+            if output.total_num_scheduled_tokens:
+                self._rose_steps.append((output.total_num_scheduled_tokens, scheduled_ns))
+            self._rose_publish()
+        ended_ns = time.monotonic_ns()
+        self._rose_board.overhead(ended_ns - scheduled_ns + asked_ns - entered_ns - self._rose_slept_ns)
+        return output
+
+    def _rose_admitted(self, now_ns: int) -> int:
+        """Tokens that the next step may take; sleeps, bounded, while that is none and nothing else to do."""
+        self._rose_slept_ns = 0
+        with self._rose_lock:
+            admission = self._rose_gate.decide(now_ns)
+            self._rose_apply_budget()
+            idle = not (self._rose_ended or self.finished_req_ids) and self.pause_state == PauseState.UNPAUSED
+        if not admission.open and idle:
+            admission, self._rose_slept_ns = self._rose_gate.wait_until_open(admission)
+            with self._rose_lock:
+                self._rose_apply_budget()
+        return admission.tokens
+
+    def _rose_rotate(self, tokens_max: int) -> None:
+        """Let others than the head of the list have the few tokens there are: vLLM serves in list order."""
+        self._rose_rotation %= len(self.running)
+        self.running = self.running[self._rose_rotation :] + self.running[: self._rose_rotation]
+        self._rose_rotation = tokens_max
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        """As vLLM; also tells clients of the requests that a budget ended."""
+        entered_ns = time.monotonic_ns()
+        with self._rose_lock:
+            outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
+            updated_ns = time.monotonic_ns()
+            if scheduler_output.total_num_scheduled_tokens and self._rose_steps:
+                tokens, started_ns = self._rose_steps.popleft()
+                duration_ns = self._rose_board.step_ended(started_ns, entered_ns)
+                self._rose_gate.observe_step(tokens, duration_ns)
+            self._rose_tell_ended(outputs)
+            self._rose_publish()
+        self._rose_board.overhead_more(time.monotonic_ns() - updated_ns)
+        return outputs
+
+    def _rose_tell_ended(self, outputs: dict[int, Any]) -> None:
+        ended, self._rose_ended = self._rose_ended, []
+        for request, reason in ended:
+            client = outputs.setdefault(request.client_index, EngineCoreOutputs(outputs=[]))
+            client.outputs.append(
+                EngineCoreOutput(
+                    request_id=request.request_id,
+                    new_token_ids=[],
+                    finish_reason=FinishReason.ABORT,
+                    stop_reason=reason,
+                    events=request.take_events(),
+                )
+            )
+
+    def make_stats(self, *args: Any, **kwargs: Any) -> Any:
+        """As vLLM, but at most ten times a second while nothing runs (it would report every empty step)."""
+        now_ns = time.monotonic_ns()
+        if (
+            not self._rose_steps
+            and not self._rose_board.stepped
+            and now_ns - self._rose_stats_ns < _IDLE_STATS_NS
+        ):
+            return None
+        self._rose_stats_ns = now_ns
+        return super().make_stats(*args, **kwargs)  # type: ignore[misc]
+
+    # ---- requests ---------------------------------------------------------------------------------
+
+    def add_request(self, request: Any) -> None:
+        """As vLLM; keys the prefix by weight version, and ends a request that the budget cannot hold."""
+        with self._rose_lock:
+            new = request.request_id not in self.requests
+            if new:
+                self._rose_salt(request, f"v{self._rose_version}")
+            super().add_request(request)  # type: ignore[misc]
+            if new and not self._rose_kv.fits(request.num_prompt_tokens + 1):
+                self._rose_end([request.request_id], OVER_BUDGET)
+
+    def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: Any) -> Any:
+        """As vLLM."""
+        with self._rose_lock:
+            return super().finish_requests(request_ids, finished_status)  # type: ignore[misc]
+
+    def _rose_end(self, request_ids: Iterable[str], reason: str) -> None:
+        """End requests on our own account; their clients hear of it with the next output."""
+        ended = self.finish_requests(set(request_ids), RequestStatus.FINISHED_ABORTED)
+        self._rose_ended += [(request, reason) for request in ended]
+        if reason == KV_BUDGET_CUT:
+            self._rose_board.aborted += len(ended)
+        else:
+            self._rose_board.rejected += len(ended)
+
+    @staticmethod
+    def _rose_salt(request: Any, salt: str) -> None:
+        """Re-root the hashes of the request's blocks, so that they match only blocks of the same salt."""
+        client_salt = (request.cache_salt or "").partition("|rose:")[0]
+        request.cache_salt = f"{client_salt}|rose:{salt}"
+        request.block_hashes = []
+        request.update_block_hashes()
+
+    # ---- weights ----------------------------------------------------------------------------------
+
+    def rose_set_weight_version(self, version: str) -> None:
+        """New weights are in place (generation is paused): KV of the old ones must not be reused.
+
+        A request that already has KV of the old version goes on with a mix, which nobody else may match.
+        """
+        if not version.isdecimal():
+            raise RoseError(f"weight version {version!r} is not a number")
+        with self._rose_lock:
+            if version == self._rose_version:
+                return
+            self._rose_version = version
+            for request in self.requests.values():
+                mixed = f"-mixed-{request.request_id}" if request.num_computed_tokens else ""
+                self._rose_salt(request, f"v{version}{mixed}")
+            self._rose_publish()
+
+    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> Any:
+        """As vLLM, with the parked blocks given back for its check that all are free."""
+        with self._rose_lock:
+            budget_blocks = self._rose_kv.unpark_all()
+            try:
+                return super().reset_prefix_cache(*args, **kwargs)  # type: ignore[misc]
+            finally:
+                self._rose_kv.set(budget_blocks)
+
+    # ---- KV budget and board ------------------------------------------------------------------------
+
+    def _rose_apply_budget(self) -> None:
+        """Bring the budget to what the accepted policy says; ends the requests that stand in the way."""
+        policy = self._rose_gate.policy
+        if isinstance(policy, Unknown):
+            return
+        wanted = min(policy.kv_budget_blocks or self._rose_kv.total_blocks, self._rose_kv.total_blocks)
+        if wanted == self._rose_kv.budget_blocks and self._rose_board.budget_complete:
+            return
+        if wanted < self._rose_kv.budget_blocks:
+            self._rose_end(self._rose_kv.holders_above(wanted), KV_BUDGET_CUT)
+        self._rose_board.budget_complete = self._rose_kv.set(wanted)
+        too_large = [
+            request.request_id
+            for request in self.requests.values()
+            if not self._rose_kv.fits(request.num_prompt_tokens + 1)
+        ]
+        if too_large:
+            self._rose_end(too_large, OVER_BUDGET)
+
+    def _rose_end_those_too_large(self, preempted: Iterable[str]) -> None:
+        """A request that has outgrown the whole budget would preempt itself for ever."""
+        for request_id in sorted(preempted):
+            request = self.requests.get(request_id)
+            if request is not None and not self._rose_kv.fits(request.num_tokens + 1):
+                self._rose_end([request_id], OVER_BUDGET)
+
+    def _rose_publish(self) -> None:
+        self._rose_board.publish(
+            self._rose_gate,
+            self._rose_kv,
+            running=len(self.running),
+            waiting=len(self.waiting) + len(self.kv_holding_waiting),
+            weight_version=int(self._rose_version),
+        )
+
+    def _rose_heartbeat(self) -> None:
+        """Called by the board's thread: nothing may have been scheduled for a while."""
+        with self._rose_lock:
+            self._rose_gate.decide(time.monotonic_ns())
+            if not self.requests:
+                self._rose_apply_budget()
+            self._rose_publish()
+
+
+class RolloutScheduler(RolloutMixin, Scheduler):
+    """For engines with one step in flight (CPU)."""
+
+
+class RolloutAsyncScheduler(RolloutMixin, AsyncScheduler):
+    """For engines that schedule ahead (GPU)."""
+
+
+__all__ = ["KV_BUDGET_CUT", "OVER_BUDGET", "LimitStatus", "RolloutAsyncScheduler", "RolloutScheduler"]
