@@ -1,0 +1,28 @@
+"""`rose scheduler`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from rose.config import load
+from rose_daemon.scheduler.process import run
+from rose_daemon.scheduler.telemetry import configure_logs
+
+app = typer.Typer(add_completion=False, help="Run rose-scheduler with its gateway.")
+
+
+@app.command()
+def scheduler(
+    config: Annotated[
+        Path | None, typer.Option(help="rose.toml; default: $ROSE_CONFIG, ./rose.toml, /etc/rose/rose.toml.")
+    ] = None,
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], typer.Option(help="Least severe log line to write.")
+    ] = "info",
+) -> None:
+    """Place replicas, route turns, and serve the OpenAI-compatible gateway, until interrupted."""
+    configure_logs(log_level)
+    run(load(config).scheduler)

@@ -1,0 +1,274 @@
+"""Carries out what the cluster machine decides about turns, and tells it what became of them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from functools import partial
+
+import structlog
+
+from rose.core.effects import DispatchTurn, FailTurn, StopTurn
+from rose.core.events import (
+    ClusterEvent,
+    ReplicaReport,
+    TurnArrived,
+    TurnCancelled,
+    TurnFinished,
+    TurnInterrupted,
+    TurnProgressed,
+    TurnRefused,
+)
+from rose.errors import NotReady
+from rose.units import ReplicaId, TrajectoryId
+from rose_daemon.scheduler.errors import Failure
+from rose_daemon.scheduler.output import Answer, Piece, in_chat_form
+from rose_daemon.scheduler.requests import Dialect
+from rose_daemon.scheduler.seam import SpecialTokens, text_after, text_so_far
+from rose_daemon.scheduler.telemetry import Telemetry
+from rose_daemon.scheduler.turns import Attempt, Cancelled, Outcome, Turn, TurnBook
+from rose_daemon.scheduler.upstream import AttemptEnd, Call, Finished, Interrupted, Rejected, Upstream
+
+_PROGRESS_S = 0.2
+"""Token progress is reported to the machine at most this often a turn."""
+
+log = structlog.get_logger()
+
+
+class Dispatcher:
+    """Runs the attempts of all live turns.
+
+    `feed` hands an event to the machine; `replica` looks a replica up in what nodes last reported;
+    `keep` stores a finished answer for a resend.
+    """
+
+    def __init__(
+        self,
+        *,
+        feed: Callable[[ClusterEvent], None],
+        replica: Callable[[ReplicaId], ReplicaReport | None],
+        keep: Callable[[Turn, Answer], None],
+        upstream: Upstream,
+        telemetry: Telemetry,
+    ) -> None:
+        self.book = TurnBook()
+        self._feed = feed
+        self._replica = replica
+        self._keep = keep
+        self._upstream = upstream
+        self._telemetry = telemetry
+        self._specials: dict[str, SpecialTokens] = {}
+
+    # ---- from clients ------------------------------------------------------------------------------
+
+    def arrive(self, turn: Turn, group: str) -> None:
+        """A client brought a turn; its outcome will be on it."""
+        self.book.open(turn)
+        self._feed(
+            TurnArrived(
+                turn=turn.key,
+                job=turn.job,
+                trajectory=TrajectoryId(turn.trajectory),
+                prompt_tokens=turn.request.prompt_tokens,
+                tokens_max=turn.request.tokens_max or 0,
+                group=group,
+            )
+        )
+
+    def leave(self, turn: Turn) -> None:
+        """A reader left; with the last one the turn is cancelled, and the engine stops working for it."""
+        turn.readers -= 1
+        if turn.readers == 0 and turn.outcome is None:
+            self._drop_attempt(turn, "cancelled")
+            self._settle(turn, Cancelled())
+            self._feed(TurnCancelled(turn.key))
+
+    async def close(self) -> None:
+        """Stop all attempts and fail the turns that still live (the scheduler is going down)."""
+        for turn in list(self.book.live.values()):
+            self._fail(
+                turn, Failure(503, "shutting_down", "the scheduler is shutting down; send the turn again")
+            )
+        await self._upstream.close()
+
+    # ---- from the machine --------------------------------------------------------------------------
+
+    def dispatch(self, effect: DispatchTurn) -> None:
+        """Start an attempt.  A turn that has just ended is let be."""
+        turn = self.book.live.get(effect.turn)
+        if turn is None:
+            return
+        assert turn.attempt is None, f"{turn.key} already runs on {turn.attempt.replica}"
+        report = self._replica(effect.replica)
+        if report is None:
+            self._feed(TurnInterrupted(turn.key, effect.replica, "replica_gone", 0, effect.attempt))
+            return
+        if turn.attempts and turn.attempts[-1].replica != effect.replica:
+            self.book.counts.rerouted += 1
+        attempt = Attempt(effect.replica, effect.attempt, report.weight_version, turn.token_count)
+        turn.attempt = attempt
+        attempt.task = asyncio.create_task(self._run(turn, attempt, report))
+        attempt.task.add_done_callback(partial(self._reap, turn, attempt))
+
+    def stop(self, effect: StopTurn) -> None:
+        """End the turn's attempt on that replica now; the machine goes on without a report of it."""
+        turn = self.book.live.get(effect.turn)
+        attempt = turn.attempt if turn is not None else None
+        if turn is not None and attempt is not None and attempt.number == effect.attempt:
+            self._drop_attempt(turn, effect.reason)
+            self._after_cut(turn, attempt, effect.reason)
+
+    def fail(self, effect: FailTurn) -> None:
+        """The machine gave the turn up."""
+        turn = self.book.live.get(effect.turn)
+        if turn is not None:
+            self._drop_attempt(turn, effect.code)
+            self._settle(turn, Failure(effect.status, effect.code, effect.text))
+
+    # ---- one attempt -------------------------------------------------------------------------------
+
+    async def _run(self, turn: Turn, attempt: Attempt, report: ReplicaReport) -> None:
+        try:
+            end = await self._call(turn, attempt, report)
+        except NotReady:
+            end = Interrupted("engine_unreachable")
+        if turn.attempt is attempt:
+            self._ended(turn, attempt, end)
+
+    async def _call(self, turn: Turn, attempt: Attempt, report: ReplicaReport) -> AttemptEnd:
+        request = turn.request
+        name = f"{turn.turn_id}-{attempt.number}"
+        if not attempt.first_token:
+            body = request.first_body(report.model)
+            call = Call(report.url, request.dialect, body, name, request.choices)
+            return await self._upstream.attempt(call, partial(self._take, turn, attempt))
+        choice = turn.choices[0]
+        assert choice.prompt_token_ids is not None, f"{turn.key} resumes without its prompt"
+        left = await self._tokens_left(turn, report)
+        if left <= 0:
+            turn.add([Piece(finish_reason="length")])
+            return Finished(None)
+        body = request.resumed_body(report.model, choice.prompt_token_ids, choice.token_ids, left)
+        call = Call(report.url, Dialect.COMPLETION, body, name, 1)
+        return await self._upstream.attempt(call, partial(self._take_resumed, turn, attempt, report))
+
+    async def _tokens_left(self, turn: Turn, report: ReplicaReport) -> int:
+        """How many tokens the turn may still have, by the client's limit and by the model's context."""
+        choice = turn.choices[0]
+        context = report.context_tokens_max or await self._upstream.context_tokens_max(report.url)
+        room = context - len(choice.prompt_token_ids or ()) - len(choice.token_ids)
+        limit = turn.request.tokens_max
+        return room if limit is None else min(room, limit - len(choice.token_ids))
+
+    async def _take(self, turn: Turn, attempt: Attempt, pieces: list[Piece]) -> None:
+        if turn.attempt is not attempt:
+            return  # stopped while its last chunk was on the way
+        tokens = sum(len(piece.token_ids) for piece in pieces)
+        turn.add(pieces)
+        if not tokens:
+            return
+        now_s = time.monotonic()
+        if turn.token_count == tokens:
+            self._telemetry.first_token(now_s - turn.arrived_s)
+        attempt.tokens += tokens
+        self._telemetry.tokens(attempt.replica, tokens)
+        if now_s - attempt.progress_reported_s >= _PROGRESS_S:
+            attempt.progress_reported_s = now_s
+            self._feed(TurnProgressed(turn.key, attempt.replica, attempt.tokens, attempt.number))
+
+    async def _take_resumed(
+        self, turn: Turn, attempt: Attempt, report: ReplicaReport, pieces: list[Piece]
+    ) -> None:
+        """Take in a continuation: in the client's dialect, its text joined to what came before."""
+        request = turn.request
+        for piece in pieces:
+            piece.prompt_token_ids = None
+            if request.dialect is Dialect.CHAT and piece.logprobs is not None:
+                piece.logprobs = [in_chat_form(entry, request.logprobs or 0) for entry in piece.logprobs]
+            if attempt.seam_open and piece.text:
+                piece.text = await self._joined_text(turn, report, piece)
+                attempt.seam_open = False
+        await self._take(turn, attempt, pieces)
+
+    async def _joined_text(self, turn: Turn, report: ReplicaReport, piece: Piece) -> str:
+        choice = turn.choices[0]
+        tokens = [*choice.token_ids, *piece.token_ids]
+        if piece.finish_reason == "stop" and not turn.request.body.get("include_stop_str_in_output"):
+            tokens.pop()  # the token that ended the turn is no text
+        if turn.request.body.get("skip_special_tokens", True):
+            specials = self._specials.setdefault(report.model, SpecialTokens(self._upstream, report.model))
+            await specials.learn(report.url, turn.silent)
+            tokens = specials.without(tokens)
+        whole = await text_so_far(
+            self._upstream, report.url, report.model, choice.prompt_token_ids or [], tokens
+        )
+        return text_after(choice.text, whole)
+
+    # ---- endings -----------------------------------------------------------------------------------
+
+    def _ended(self, turn: Turn, attempt: Attempt, end: AttemptEnd) -> None:
+        match end:
+            case Finished(usage=usage):
+                turn.usage = usage
+                turn.close_attempt("finished")
+                self._finish(turn, attempt)
+            case Rejected(failure=failure):
+                turn.close_attempt(failure.code)
+                self._settle(turn, failure)
+                self._feed(TurnRefused(turn.key, attempt.replica, failure.code, attempt.number))
+            case Interrupted(reason=reason):
+                turn.close_attempt(reason)
+                if self._after_cut(turn, attempt, reason):
+                    self._feed(
+                        TurnInterrupted(turn.key, attempt.replica, reason, attempt.tokens, attempt.number)
+                    )
+
+    def _after_cut(self, turn: Turn, attempt: Attempt, reason: str) -> bool:
+        """An attempt ended early: keep its tokens or begin again; False if the turn is over by that."""
+        self.book.counts.interrupted += 1
+        self._telemetry.interrupted(attempt.replica, reason)
+        log.info(
+            "turn_interrupted", turn=turn.key, replica=attempt.replica, reason=reason, tokens=attempt.tokens
+        )
+        restart = turn.restart_reason if turn.token_count else ""
+        if restart and turn.shown:
+            text = f"the stream was cut ({reason}) and cannot be continued because of `{restart}`"
+            self._fail(turn, Failure(502, "stream_cut", text, restart))
+            return False
+        if restart:
+            turn.forget_output()
+            self.book.counts.restarted += 1
+        return True
+
+    def _finish(self, turn: Turn, attempt: Attempt) -> None:
+        answer = turn.answer(int(time.time()))
+        # Kept before anybody is told: a resend from here on finds the answer.
+        self._keep(turn, answer)
+        self._settle(turn, answer)
+        self._feed(TurnFinished(turn.key, attempt.replica, attempt.tokens, attempt.number))
+
+    def _fail(self, turn: Turn, failure: Failure) -> None:
+        self._drop_attempt(turn, failure.code)
+        self._settle(turn, failure)
+        self._feed(TurnCancelled(turn.key))
+
+    def _settle(self, turn: Turn, outcome: Outcome) -> None:
+        self.book.settle(turn, outcome)
+        self._telemetry.settled(type(outcome).__name__.lower(), time.monotonic() - turn.arrived_s)
+
+    def _drop_attempt(self, turn: Turn, end: str) -> None:
+        attempt = turn.attempt
+        if attempt is None:
+            return
+        turn.close_attempt(end)
+        if attempt.task is not None:
+            attempt.task.cancel()
+
+    def _reap(self, turn: Turn, attempt: Attempt, task: asyncio.Task[None]) -> None:
+        """An attempt's task ended; one that ended by a fault of ours must not leave its turn hanging."""
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        log.error("attempt_crashed", turn=turn.key, replica=attempt.replica, exc_info=error)
+        if turn.outcome is None:
+            self._fail(turn, Failure(500, "internal_error", "the gateway failed on this turn; see its log"))

@@ -1,0 +1,339 @@
+"""What engines answer, kept in one form and shown in either dialect.
+
+Attempts of one turn may speak different dialects: the first is the client's, a continuation is always
+`/v1/completions`.  Each streamed chunk becomes `Piece`s; pieces add up to `Choice`s; a finished turn is an
+`Answer`, from which both a whole body and a stream can be rendered at any time (also for a replay).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from rose.units import ReplicaId, WeightVersion
+from rose_daemon.scheduler.requests import Dialect, Request
+
+
+class Alternative(NamedTuple):
+    """A token that might have been sampled."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class TokenLogprob(NamedTuple):
+    """Log probability of one sampled token, and of its best alternatives (best first, or as sent)."""
+
+    token: str
+    logprob: float | None
+    bytes: list[int] | None
+    top: tuple[Alternative, ...]
+
+
+class Piece(msgspec.Struct):
+    """New output of one choice."""
+
+    index: int = 0
+    text: str = ""
+    token_ids: list[int] = msgspec.field(default_factory=list)
+    logprobs: list[TokenLogprob] | None = None
+    extra: dict[str, Any] = msgspec.field(default_factory=dict)
+    """Parts of a chat delta that are no content: role, reasoning, tool_calls."""
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class Choice(msgspec.Struct):
+    """All output of one choice so far."""
+
+    text: str = ""
+    token_ids: list[int] = msgspec.field(default_factory=list)
+    logprobs: list[TokenLogprob] | None = None
+    reasoning: str = ""
+    tool_calls: list[dict[str, Any]] = msgspec.field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    prompt_token_ids: list[int] | None = None
+
+    def add(self, piece: Piece) -> None:
+        """Append a piece."""
+        self.text += piece.text
+        self.token_ids.extend(piece.token_ids)
+        if piece.logprobs is not None:
+            self.logprobs = self.logprobs or []
+            self.logprobs.extend(piece.logprobs)
+        self.reasoning += piece.extra.get("reasoning") or ""
+        for call in piece.extra.get("tool_calls") or ():
+            _merge_tool_call(self.tool_calls, call)
+        self.finish_reason = piece.finish_reason or self.finish_reason
+        self.stop_reason = piece.stop_reason if piece.finish_reason else self.stop_reason
+        if piece.prompt_token_ids is not None:
+            self.prompt_token_ids = piece.prompt_token_ids
+
+
+class AttemptRecord(msgspec.Struct, frozen=True):
+    """One try of a turn on one replica; part of the answer's `rose` member."""
+
+    replica: ReplicaId
+    tokens: int
+    end: str
+    """`finished`, or why it ended early."""
+
+
+class Answer(msgspec.Struct):
+    """A finished turn: everything needed to show it in its dialect, now or in a replay."""
+
+    turn_id: str
+    trajectory: str
+    dialect: Dialect
+    model: str
+    created: int
+    choices: list[Choice]
+    usage: dict[str, Any]
+    replica: ReplicaId
+    attempts: list[AttemptRecord]
+    weight_versions: list[tuple[int, int, WeightVersion]]
+    """(first, last, version): output tokens `first` to `last` were sampled from that version."""
+
+    def rose_member(self) -> dict[str, Any]:
+        """The body member `rose`."""
+        return {
+            "turn_id": self.turn_id,
+            "trajectory": self.trajectory,
+            "attempts": [msgspec.to_builtins(record) for record in self.attempts],
+            "weight_versions": self.weight_versions,
+        }
+
+
+# ---- from an engine's chunks ----------------------------------------------------------------------
+
+
+def read_chunk(dialect: Dialect, chunk: dict[str, Any]) -> list[Piece]:
+    """The pieces in one streamed chunk of an engine (none in a usage chunk).
+
+    Raises KeyError, TypeError or AttributeError when the chunk has not the shape vLLM gives it.
+    """
+    return [
+        _chat_piece(chunk, choice) if dialect is Dialect.CHAT else _completion_piece(choice)
+        for choice in chunk["choices"]
+    ]
+
+
+def _chat_piece(chunk: dict[str, Any], choice: dict[str, Any]) -> Piece:
+    delta = choice["delta"]
+    logprobs = (choice.get("logprobs") or {}).get("content")
+    return Piece(
+        index=choice["index"],
+        text=delta.get("content") or "",
+        token_ids=choice.get("token_ids") or [],
+        logprobs=None if logprobs is None else [_chat_logprob(entry) for entry in logprobs],
+        extra={key: value for key, value in delta.items() if key != "content" and value},
+        finish_reason=choice.get("finish_reason"),
+        stop_reason=choice.get("stop_reason"),
+        prompt_token_ids=chunk.get("prompt_token_ids"),
+    )
+
+
+def _chat_logprob(entry: dict[str, Any]) -> TokenLogprob:
+    top = tuple(
+        Alternative(other["token"], other["logprob"], other.get("bytes"))
+        for other in entry.get("top_logprobs") or ()
+    )
+    return TokenLogprob(entry["token"], entry.get("logprob"), entry.get("bytes"), top)
+
+
+def _completion_piece(choice: dict[str, Any]) -> Piece:
+    table = choice.get("logprobs")
+    entries = None
+    if table is not None:
+        tops = table.get("top_logprobs") or [None] * len(table["tokens"])
+        entries = [
+            _completion_logprob(token, logprob, top)
+            for token, logprob, top in zip(table["tokens"], table["token_logprobs"], tops, strict=True)
+        ]
+    return Piece(
+        index=choice["index"],
+        text=choice.get("text") or "",
+        token_ids=choice.get("token_ids") or [],
+        logprobs=entries,
+        finish_reason=choice.get("finish_reason"),
+        stop_reason=choice.get("stop_reason"),
+        prompt_token_ids=choice.get("prompt_token_ids"),
+    )
+
+
+def _completion_logprob(token: str, logprob: float | None, top: dict[str, float] | None) -> TokenLogprob:
+    others = tuple(Alternative(text, value, _utf8(text)) for text, value in (top or {}).items())
+    return TokenLogprob(token, logprob, _utf8(token), others)
+
+
+def in_chat_form(entry: TokenLogprob, alternatives: int) -> TokenLogprob:
+    """A completion's entry as chat would have given it.
+
+    Both list the sampled token first and the best ones after it, but a completion one entry more, and
+    keyed by text: alternatives that read the same are one there.
+    """
+    return entry._replace(top=entry.top[:alternatives])
+
+
+def _utf8(text: str) -> list[int]:
+    return list(text.encode("utf-8", errors="replace"))
+
+
+def _merge_tool_call(calls: list[dict[str, Any]], delta: dict[str, Any]) -> None:
+    """Add a streamed part of a tool call: ids and names come once, arguments in parts."""
+    index = delta.get("index", len(calls))
+    for call in calls:
+        if call["index"] == index:
+            break
+    else:
+        call = {"index": index, "id": None, "type": "function", "function": {"name": "", "arguments": ""}}
+        calls.append(call)
+    call["id"] = delta.get("id") or call["id"]
+    function = delta.get("function") or {}
+    call["function"]["name"] += function.get("name") or ""
+    call["function"]["arguments"] += function.get("arguments") or ""
+
+
+# ---- to a client ----------------------------------------------------------------------------------
+
+
+def whole_body(answer: Answer, request: Request) -> dict[str, Any]:
+    """The body of a plain (not streamed) answer."""
+    chat = answer.dialect is Dialect.CHAT
+    choices = []
+    for index, choice in enumerate(answer.choices):
+        part: dict[str, Any] = {
+            "index": index,
+            "finish_reason": choice.finish_reason,
+            "stop_reason": choice.stop_reason,
+        }
+        if chat:
+            part["message"] = _message(choice)
+            part["logprobs"] = _chat_logprobs(choice.logprobs)
+        else:
+            part["text"] = choice.text
+            part["logprobs"] = _completion_logprobs(choice.logprobs, 0)
+        if request.return_token_ids:
+            part["token_ids"] = choice.token_ids
+            if not chat:
+                part["prompt_token_ids"] = choice.prompt_token_ids
+        choices.append(part)
+    body = _envelope(answer, "chat.completion" if chat else "text_completion") | {"choices": choices}
+    if chat and request.return_token_ids:
+        body["prompt_token_ids"] = answer.choices[0].prompt_token_ids
+    return body | {"usage": answer.usage, "rose": answer.rose_member()}
+
+
+class ChunkWriter:
+    """Renders one client's stream, piece by piece.
+
+    It carries what a stream must carry along: whether the first chunk went out, and where in its text each
+    choice stands (completions give the text offset of every logprob).
+    """
+
+    def __init__(self, request: Request, head: dict[str, Any]) -> None:
+        self._request = request
+        self._chat = request.dialect is Dialect.CHAT
+        self._head = head | {"object": "chat.completion.chunk" if self._chat else "text_completion"}
+        self._offsets: dict[int, int] = {}
+
+    def chunk(self, piece: Piece) -> dict[str, Any]:
+        """The chunk that shows one piece."""
+        choice: dict[str, Any] = {"index": piece.index, "finish_reason": piece.finish_reason}
+        if piece.finish_reason is not None:
+            choice["stop_reason"] = piece.stop_reason
+        document = dict(self._head)
+        if self._chat:
+            choice["delta"] = piece.extra | {"content": piece.text}
+            choice["logprobs"] = _chat_logprobs(piece.logprobs)
+        else:
+            offset = self._offsets.get(piece.index, 0)
+            choice["text"] = piece.text
+            choice["logprobs"] = _completion_logprobs(piece.logprobs, offset)
+            self._offsets[piece.index] = offset + sum(len(entry.token) for entry in piece.logprobs or ())
+        if self._request.return_token_ids:
+            choice["token_ids"] = piece.token_ids
+            if piece.prompt_token_ids is not None:
+                (document if self._chat else choice)["prompt_token_ids"] = piece.prompt_token_ids
+        return document | {"choices": [choice]}
+
+    def last(self, answer: Answer) -> dict[str, Any]:
+        """The chunk after the last piece: usage if asked for, and the member `rose`."""
+        document = self._head | {"choices": [], "rose": answer.rose_member()}
+        return document | {"usage": answer.usage} if self._request.include_usage else document
+
+
+def replayed_pieces(answer: Answer) -> Iterator[Piece]:
+    """A finished answer as a stream shows it: one piece a choice."""
+    for index, choice in enumerate(answer.choices):
+        extra: dict[str, Any] = {"role": "assistant"} if answer.dialect is Dialect.CHAT else {}
+        if choice.reasoning:
+            extra["reasoning"] = choice.reasoning
+        if choice.tool_calls:
+            extra["tool_calls"] = choice.tool_calls
+        yield Piece(
+            index=index,
+            text=choice.text,
+            token_ids=choice.token_ids,
+            logprobs=choice.logprobs,
+            extra=extra,
+            finish_reason=choice.finish_reason,
+            stop_reason=choice.stop_reason,
+            prompt_token_ids=choice.prompt_token_ids,
+        )
+
+
+def head(turn_id: str, dialect: Dialect, model: str, created: int) -> dict[str, Any]:
+    """Members that every body and chunk of a turn begins with."""
+    prefix = "chatcmpl" if dialect is Dialect.CHAT else "cmpl"
+    return {"id": f"{prefix}-{turn_id}", "created": created, "model": model}
+
+
+def _envelope(answer: Answer, kind: str) -> dict[str, Any]:
+    return head(answer.turn_id, answer.dialect, answer.model, answer.created) | {"object": kind}
+
+
+def _message(choice: Choice) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": choice.text}
+    if choice.reasoning:
+        message["reasoning"] = choice.reasoning
+    if choice.tool_calls:
+        calls = [{key: value for key, value in call.items() if key != "index"} for call in choice.tool_calls]
+        message |= {"content": choice.text or None, "tool_calls": calls}
+    return message
+
+
+def _chat_logprobs(entries: Sequence[TokenLogprob] | None) -> dict[str, Any] | None:
+    if entries is None:
+        return None
+    return {
+        "content": [
+            {
+                "token": entry.token,
+                "logprob": entry.logprob,
+                "bytes": entry.bytes,
+                "top_logprobs": [other._asdict() for other in entry.top],
+            }
+            for entry in entries
+        ]
+    }
+
+
+def _completion_logprobs(entries: Sequence[TokenLogprob] | None, offset: int) -> dict[str, Any] | None:
+    if entries is None:
+        return None
+    offsets = []
+    for entry in entries:
+        offsets.append(offset)
+        offset += len(entry.token)
+    return {
+        "text_offset": offsets,
+        "tokens": [entry.token for entry in entries],
+        "token_logprobs": [entry.logprob for entry in entries],
+        "top_logprobs": [{other.token: other.logprob for other in entry.top} or None for entry in entries],
+    }

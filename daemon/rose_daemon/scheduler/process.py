@@ -1,0 +1,248 @@
+"""The scheduler process: puts the parts together, runs them, takes them apart."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import signal
+import time
+import uuid
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import structlog
+import uvloop
+from aiohttp import web
+
+from rose.config import SchedulerConfig
+from rose.core.effects import ClusterEffect, DispatchTurn, FailTurn, StopTurn
+from rose.errors import ConfigError, RoseError
+from rose.units import JobId
+from rose_daemon.scheduler.dispatch import Dispatcher
+from rose_daemon.scheduler.driver import ClusterDriver, settings_of
+from rose_daemon.scheduler.gateway import Gateway
+from rose_daemon.scheduler.jobs import JobDesk
+from rose_daemon.scheduler.nodes import NodeLink, require_loopback
+from rose_daemon.scheduler.output import Answer
+from rose_daemon.scheduler.server import IDLE_TIMEOUT_S, ControlApi, Sources, build_app
+from rose_daemon.scheduler.store import Store
+from rose_daemon.scheduler.telemetry import Gauges, Telemetry
+from rose_daemon.scheduler.turns import Turn
+from rose_daemon.scheduler.upstream import Upstream
+
+_SHUTDOWN_S = 3.0
+
+log = structlog.get_logger()
+
+
+def check(config: SchedulerConfig) -> str:
+    """Refuse unsafe or unreadable settings before anything starts; answers the clients' token ("" for none).
+
+    Raises ConfigError.
+    """
+    require_loopback(config.control)
+    token = ""
+    if config.token_file:
+        try:
+            token = Path(config.token_file).read_text(encoding="ascii").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"scheduler.token_file: {config.token_file}: {error}") from None
+        if not token:
+            raise ConfigError(f"scheduler.token_file: {config.token_file} is empty")
+    if not token and not _is_loopback(config.gateway_host):
+        raise ConfigError(
+            f"scheduler.gateway_host: {config.gateway_host} can be reached from other hosts",
+            "set [scheduler] token_file, or listen on 127.0.0.1",
+        )
+    return token
+
+
+class Scheduler:
+    """All parts of one scheduler.  Make it inside the running loop that it is to use.
+
+    Raises RoseError when the state directory or the control port cannot be used.
+    """
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._config = config
+        self._token = check(config)
+        self._started_s = time.monotonic()
+        self.id = uuid.uuid4().hex[:12]
+        self.store = Store(Path(config.state_dir))
+        self.telemetry = Telemetry(self._gauges)
+        self.driver = ClusterDriver(settings_of(config), self.store, self.telemetry)
+        try:
+            self.nodes = NodeLink(
+                config.control, self.id, self.driver.machine, self.driver.feed, telemetry=self.telemetry
+            )
+        except RoseError:
+            self.store.close()
+            raise
+        self.dispatcher = Dispatcher(
+            feed=self.driver.feed,
+            replica=self.driver.machine.replica,
+            keep=self._keep,
+            upstream=Upstream(),
+            telemetry=self.telemetry,
+        )
+        self.driver.connect(self._perform_on_turns, self.nodes.perform)
+        self.desk = JobDesk(self.store, self.driver.feed)
+        self.driver.restore()
+        self._runner: web.AppRunner | None = None
+        self.gateway_url = ""
+
+    async def serve(self) -> None:
+        """Run until cancelled, or until a part fails (its error is raised)."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self.nodes.run())
+            group.create_task(self.driver.run())
+
+    async def listen(self) -> None:
+        """Open the gateway's port.  Raises RoseError when it cannot be had."""
+        gateway = Gateway(self.desk, self.dispatcher, self.store.answer)
+        sources = Sources(
+            job=self._job, status=self.status, metrics=self.telemetry.exposition, drain=self.driver.feed
+        )
+        app = build_app(
+            gateway,
+            ControlApi(self.desk, sources),
+            token=self._token,
+            body_bytes_max=self._config.body_bytes_max,
+        )
+        self._runner = web.AppRunner(
+            app,
+            access_log=None,
+            handler_cancellation=True,
+            keepalive_timeout=IDLE_TIMEOUT_S,
+            shutdown_timeout=_SHUTDOWN_S,
+        )
+        await self._runner.setup()
+        host, port = self._config.gateway_host, self._config.gateway_port
+        try:
+            await web.TCPSite(self._runner, host, port).start()
+        except OSError as error:
+            raise RoseError(
+                f"scheduler.gateway_port: cannot listen on {host}:{port}: {error.strerror or error}",
+                "is another scheduler running? Set [scheduler] gateway_port to a free port",
+            ) from None
+        bound = self._runner.addresses[0]
+        self.gateway_url = f"http://{bound[0]}:{bound[1]}"
+
+    async def close(self) -> None:
+        """Answer what is in flight, close all sockets and the store."""
+        await self.dispatcher.close()
+        if self._runner is not None:
+            await self._runner.cleanup()
+        self.nodes.close()
+        self.store.close()
+
+    def status(self) -> dict[str, Any]:
+        """The document of GET /rose/v1/status."""
+        view = msgspec.to_builtins(self.driver.machine.view(time.monotonic_ns()))
+        return {
+            "scheduler": self.id,
+            "uptime_s": round(time.monotonic() - self._started_s, 3),
+            "turns": self.dispatcher.book.snapshot(),
+            "nodes": view["nodes"],
+            "replicas": view["replicas"],
+            "jobs": view["jobs"],
+            "pins": view["pins"],
+        }
+
+    # ---- inside ------------------------------------------------------------------------------------
+
+    def _job(self, job: JobId) -> dict[str, Any] | None:
+        view = self.driver.machine.job_view(job)
+        document: dict[str, Any] | None = None if view is None else msgspec.to_builtins(view)
+        return document
+
+    def _keep(self, turn: Turn, answer: Answer) -> None:
+        if turn.named and (dropped := self.store.put_answer(turn.job, turn.request.digest, answer)):
+            self.telemetry.dropped("stored_answer", dropped)
+
+    def _perform_on_turns(self, effect: ClusterEffect) -> None:
+        match effect:
+            case DispatchTurn():
+                self.dispatcher.dispatch(effect)
+            case StopTurn():
+                self.dispatcher.stop(effect)
+            case FailTurn():
+                self.dispatcher.fail(effect)
+            case _:
+                raise AssertionError(f"not an effect on turns: {effect!r}")
+
+    def _gauges(self) -> Gauges:
+        view = self.driver.machine.view(time.monotonic_ns())
+        counts = self.dispatcher.book.snapshot()
+        states: dict[tuple[tuple[str, str], ...], float] = {}
+        for node in view.nodes:
+            key = (("state", str(node.state)),)
+            states[key] = states.get(key, 0) + 1
+        by_replica = {(("replica", str(replica.replica)),): replica for replica in view.replicas}
+        return {
+            ("rose_turn_counts", "Turns and attempts since start, by kind"): {
+                (("kind", kind),): float(value) for kind, value in counts.items()
+            },
+            ("rose_nodes", "Nodes, by state"): states,
+            ("rose_replica_turns_in_flight", "Turns in flight"): {
+                key: float(replica.turns_in_flight) for key, replica in by_replica.items()
+            },
+            ("rose_replica_weight_version", "Weight version as last reported"): {
+                key: float(replica.weight_version) for key, replica in by_replica.items()
+            },
+            ("rose_replica_eligible", "1 if the replica takes turns of its job now"): {
+                key: float(replica.eligible) for key, replica in by_replica.items()
+            },
+        }
+
+
+@contextlib.asynccontextmanager
+async def running(config: SchedulerConfig) -> AsyncIterator[Scheduler]:
+    """A scheduler that serves inside this loop, for as long as the block runs.  Raises RoseError."""
+    scheduler = Scheduler(config)
+    serving = asyncio.create_task(scheduler.serve())
+    try:
+        await scheduler.listen()
+        yield scheduler
+    finally:
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+        await scheduler.close()
+
+
+async def _main(config: SchedulerConfig) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    scheduler = Scheduler(config)
+    serving = asyncio.create_task(scheduler.serve())
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        await scheduler.listen()
+        log.info("scheduler_ready", gateway=scheduler.gateway_url, control=scheduler.nodes.address)
+        await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if serving.done():
+            serving.result()
+    finally:
+        serving.cancel()
+        stopping.cancel()
+        await asyncio.gather(serving, stopping, return_exceptions=True)
+        await scheduler.close()
+        log.info("scheduler_stopped")
+
+
+def run(config: SchedulerConfig) -> None:
+    """Run until SIGINT or SIGTERM.  Raises RoseError when it cannot start."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_main(config))
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

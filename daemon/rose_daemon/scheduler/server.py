@@ -1,0 +1,251 @@
+"""The HTTP server of the scheduler: routes, errors in OpenAI's shape, authentication, time limits."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
+import structlog
+from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
+
+from rose.core.events import JobSubmitted, ReplicaDrainRequested
+from rose.units import JobId, ReplicaId, WeightVersion
+from rose_daemon.scheduler.errors import Failure, Refused, bad_request, not_found
+from rose_daemon.scheduler.gateway import Gateway
+from rose_daemon.scheduler.jobs import JobDesk
+
+BODY_TIMEOUT_S = 30.0
+"""A request body must be there after this long."""
+IDLE_TIMEOUT_S = 75.0
+"""A connection without a complete request head for this long is closed."""
+
+_OPEN_PATHS = frozenset({"/health", "/metrics"})
+
+log = structlog.get_logger()
+
+BodyT = TypeVar("BodyT")
+
+
+class JobBody(msgspec.Struct, forbid_unknown_fields=True):
+    """POST /rose/v1/jobs."""
+
+    job: str
+    model: str
+    n_rl: int = 1
+    n_serving_max: int = 1
+    staleness_max: int = 0
+    trajectories_per_replica_max: int = 16
+
+
+class StepBody(msgspec.Struct, forbid_unknown_fields=True):
+    """POST /rose/v1/jobs/{job}/steps."""
+
+    rl_step: int
+    required_version: int
+
+
+class VersionBody(msgspec.Struct, forbid_unknown_fields=True):
+    """POST /rose/v1/jobs/{job}/versions."""
+
+    version: int
+
+
+class DrainBody(msgspec.Struct, forbid_unknown_fields=True):
+    """POST /rose/v1/replicas/{replica}/drain."""
+
+    drain: bool = True
+
+
+class Sources(NamedTuple):
+    """Where the server finds what it shows."""
+
+    job: Callable[[JobId], dict[str, Any] | None]
+    status: Callable[[], dict[str, Any]]
+    metrics: Callable[[], bytes]
+    drain: Callable[[ReplicaDrainRequested], None]
+
+
+class ControlApi:
+    """Handlers of /rose/v1, /metrics and /health."""
+
+    def __init__(self, desk: JobDesk, sources: Sources) -> None:
+        self._desk = desk
+        self._sources = sources
+
+    async def submit(self, http: web.Request) -> web.Response:
+        """Create a job: 201, or 200 when it was there already."""
+        body = await _body(http, JobBody)
+        spec = JobSubmitted(
+            JobId(body.job),
+            body.model,
+            body.n_rl,
+            body.n_serving_max,
+            body.staleness_max,
+            body.trajectories_per_replica_max,
+        )
+        created = self._desk.submit(spec)
+        return self._job(spec.job, HTTPStatus.CREATED if created else HTTPStatus.OK)
+
+    async def show(self, http: web.Request) -> web.Response:
+        """Show a job."""
+        return self._job(_job_id(http))
+
+    async def end(self, http: web.Request) -> web.Response:
+        """End a job."""
+        self._desk.end(_job_id(http))
+        return web.json_response({"job": _job_id(http), "ended": True})
+
+    async def begin_step(self, http: web.Request) -> web.Response:
+        """Begin an RL step."""
+        body = await _body(http, StepBody)
+        if body.rl_step < 0 or body.required_version < 0:
+            raise bad_request("`rl_step` and `required_version` must not be negative")
+        self._desk.begin_step(_job_id(http), body.rl_step, WeightVersion(body.required_version))
+        return self._job(_job_id(http))
+
+    async def end_step(self, http: web.Request) -> web.Response:
+        """End an RL step."""
+        text = http.match_info["rl_step"]
+        if not text.isdecimal():
+            raise bad_request(f"{text!r} is not a step number", param="rl_step")
+        self._desk.end_step(_job_id(http), int(text))
+        return self._job(_job_id(http))
+
+    async def publish(self, http: web.Request) -> web.Response:
+        """Announce a version that the relay has."""
+        body = await _body(http, VersionBody)
+        if body.version < 0:
+            raise bad_request("`version` must not be negative", param="version")
+        self._desk.publish(_job_id(http), WeightVersion(body.version))
+        return self._job(_job_id(http))
+
+    async def drain(self, http: web.Request) -> web.Response:
+        """Take a replica out of use, or back."""
+        body = await _body(http, DrainBody)
+        replica = ReplicaId(http.match_info["replica"])
+        self._sources.drain(ReplicaDrainRequested(replica, body.drain))
+        return web.json_response({"replica": replica, "drain": body.drain})
+
+    async def status(self, _: web.Request) -> web.Response:
+        """Everything, for `rose status`."""
+        return _json(self._sources.status())
+
+    async def metrics(self, _: web.Request) -> web.Response:
+        """Prometheus's text format."""
+        return web.Response(
+            body=self._sources.metrics(), headers={"Content-Type": "text/plain; version=0.0.4"}
+        )
+
+    async def health(self, _: web.Request) -> web.Response:
+        """The loop runs."""
+        return web.json_response({"status": "ok"})
+
+    def _job(self, job: JobId, status: int = HTTPStatus.OK) -> web.Response:
+        view = self._sources.job(job)
+        if view is None:
+            raise not_found(f"no job {job!r} is running", code="job_unknown")
+        return _json(view, status)
+
+
+def build_app(gateway: Gateway, control: ControlApi, *, token: str, body_bytes_max: int) -> web.Application:
+    """The application; an empty `token` asks clients for none."""
+    app = web.Application(
+        middlewares=[_errors, _authentication(token), _whole_body], client_max_size=body_bytes_max
+    )
+    app.add_routes(
+        [
+            web.get("/health", control.health),
+            web.get("/metrics", control.metrics),
+            web.get("/v1/models", gateway.models),
+            web.post("/v1/chat/completions", gateway.chat),
+            web.post("/v1/completions", gateway.completion),
+            web.get("/rose/v1/status", control.status),
+            web.post("/rose/v1/jobs", control.submit),
+            web.get("/rose/v1/jobs/{job}", control.show),
+            web.delete("/rose/v1/jobs/{job}", control.end),
+            web.post("/rose/v1/jobs/{job}/steps", control.begin_step),
+            web.post("/rose/v1/jobs/{job}/steps/{rl_step}/end", control.end_step),
+            web.post("/rose/v1/jobs/{job}/versions", control.publish),
+            web.post("/rose/v1/replicas/{replica}/drain", control.drain),
+        ]
+    )
+    return app
+
+
+@web.middleware
+async def _errors(http: web.Request, handler: Handler) -> web.StreamResponse:
+    """Answer every error in OpenAI's shape."""
+    try:
+        return await handler(http)
+    except Refused as refused:
+        return _failed(refused.failure)
+    except web.HTTPRequestEntityTooLarge as error:
+        text = f"the body is over the limit of {http.client_max_size} bytes"
+        return _failed(Failure(error.status, "body_too_large", text))
+    except web.HTTPException as error:
+        if error.status < HTTPStatus.BAD_REQUEST:
+            raise
+        code = error.reason.lower().replace(" ", "_")
+        return _failed(Failure(error.status, code, f"{http.method} {http.path}: {error.reason}"))
+
+
+def _authentication(token: str) -> Middleware:
+    expected = f"Bearer {token}".encode()
+
+    @web.middleware
+    async def check(http: web.Request, handler: Handler) -> web.StreamResponse:
+        if token and http.path not in _OPEN_PATHS:
+            given = http.headers.get("Authorization", "").encode("utf-8", errors="replace")
+            if not hmac.compare_digest(given, expected):
+                failure = Failure(
+                    HTTPStatus.UNAUTHORIZED,
+                    "bad_token",
+                    "send the gateway's token as `Authorization: Bearer ...`",
+                )
+                return _failed(failure)
+        return await handler(http)
+
+    return check
+
+
+@web.middleware
+async def _whole_body(http: web.Request, handler: Handler) -> web.StreamResponse:
+    """Read the body before the handler runs, so that a slow sender holds nothing but its connection."""
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            await http.read()
+    except TimeoutError:
+        text = f"the body did not come within {BODY_TIMEOUT_S:.0f} s"
+        response = _failed(Failure(HTTPStatus.REQUEST_TIMEOUT, "body_timeout", text))
+        response.force_close()
+        return response
+    return await handler(http)
+
+
+async def _body(http: web.Request, kind: type[BodyT]) -> BodyT:
+    try:
+        return msgspec.json.decode(await http.read(), type=kind)
+    except msgspec.ValidationError as error:
+        raise bad_request(str(error)) from None
+    except msgspec.DecodeError as error:
+        raise bad_request(f"the body is not valid JSON: {error}", code="invalid_json") from None
+
+
+def _job_id(http: web.Request) -> JobId:
+    return JobId(http.match_info["job"])
+
+
+def _json(document: dict[str, Any], status: int = HTTPStatus.OK) -> web.Response:
+    return web.Response(body=msgspec.json.encode(document), status=status, content_type="application/json")
+
+
+def _failed(failure: Failure) -> web.Response:
+    response = _json(failure.document(), failure.status)
+    if failure.status == HTTPStatus.TOO_MANY_REQUESTS:
+        response.headers["Retry-After"] = "1"
+    return response

@@ -1,0 +1,226 @@
+"""What must survive a restart of the scheduler: jobs, finished answers, and the journal of decisions.
+
+One SQLite file in WAL mode.  Every write is committed before the call returns, so that a killed process
+loses nothing it has acknowledged; the journal is the exception, it is written in batches.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import sqlite3
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rose.core.effects import ClusterEffect
+from rose.core.events import ClusterEvent, JobSubmitted
+from rose.errors import RoseError
+from rose.units import JobId, WeightVersion
+from rose_daemon.scheduler.output import Answer
+
+SCHEMA = 1
+ANSWERS_MAX = 20_000
+ANSWERS_BYTES_MAX = 256 << 20
+JOURNAL_ROWS_MAX = 500_000
+_JOURNAL_BATCH = 256
+
+_TABLES = """
+CREATE TABLE IF NOT EXISTS jobs (
+    job TEXT PRIMARY KEY, spec BLOB NOT NULL, rl_step INTEGER, required_version INTEGER,
+    step_open INTEGER NOT NULL, published_version INTEGER
+) STRICT;
+CREATE TABLE IF NOT EXISTS answers (
+    seq INTEGER PRIMARY KEY AUTOINCREMENT, job TEXT NOT NULL, turn TEXT NOT NULL, digest TEXT NOT NULL,
+    body BLOB NOT NULL, UNIQUE (job, turn)
+) STRICT;
+CREATE TABLE IF NOT EXISTS journal (
+    seq INTEGER PRIMARY KEY AUTOINCREMENT, boot INTEGER NOT NULL, now_ns INTEGER NOT NULL,
+    event BLOB NOT NULL, effects BLOB NOT NULL
+) STRICT;
+"""
+
+
+class JobRecord(msgspec.Struct, frozen=True):
+    """A job as it is stored."""
+
+    spec: JobSubmitted
+    rl_step: int | None = None
+    required_version: WeightVersion | None = None
+    step_open: bool = False
+    published_version: WeightVersion | None = None
+    """Highest version the trainer announced."""
+
+
+class StoredAnswer(msgspec.Struct, frozen=True):
+    """A finished turn and the digest of the request it answered."""
+
+    digest: str
+    answer: Answer
+
+
+class JournalRow(msgspec.Struct, frozen=True):
+    """One decision: the event, when it was fed, and what the machine decided."""
+
+    now_ns: int
+    event: ClusterEvent
+    effects: list[ClusterEffect]
+
+
+class Store:
+    """The scheduler's durable state.  Raises RoseError when the directory cannot be used.
+
+    A lock file keeps a second scheduler out of the same directory.
+    """
+
+    def __init__(self, state_dir: Path) -> None:
+        path = state_dir / "scheduler.sqlite3"
+        try:
+            state_dir.mkdir(parents=True, exist_ok=True)
+            self._lock = _locked(state_dir / "scheduler.lock")
+            self._db = sqlite3.connect(path, isolation_level=None)
+            self._db.execute("PRAGMA journal_mode=WAL")
+            self._db.execute("PRAGMA synchronous=NORMAL")
+            self._db.execute("PRAGMA busy_timeout=2000")
+            self._check_schema(path)
+            self._db.executescript(_TABLES)
+        except (OSError, sqlite3.Error) as error:
+            raise RoseError(
+                f"{path}: cannot be used: {error}", "set [scheduler] state_dir, or move the broken file away"
+            ) from None
+        self.boot = time.time_ns()
+        """Names this run of the scheduler in the journal."""
+        self._pending: list[tuple[int, int, bytes, bytes]] = []
+        self._answers, self._answer_bytes = self._db.execute(
+            "SELECT count(*), coalesce(sum(length(body)), 0) FROM answers"
+        ).fetchone()
+
+    def close(self) -> None:
+        """Flush the journal and let the directory go."""
+        self.flush_journal()
+        self._db.close()
+        os.close(self._lock)
+
+    def _check_schema(self, path: Path) -> None:
+        (version,) = self._db.execute("PRAGMA user_version").fetchone()
+        if version not in (0, SCHEMA):
+            raise RoseError(
+                f"{path}: schema {version} is not supported", f"this release reads schema {SCHEMA}"
+            )
+        self._db.execute(f"PRAGMA user_version={SCHEMA}")
+
+    # ---- jobs --------------------------------------------------------------------------------------
+
+    def jobs(self) -> dict[JobId, JobRecord]:
+        """All jobs, in order of submission."""
+        rows = self._db.execute(
+            "SELECT spec, rl_step, required_version, step_open, published_version FROM jobs ORDER BY rowid"
+        )
+        records = [
+            JobRecord(
+                msgspec.msgpack.decode(spec, type=JobSubmitted), rl_step, required, bool(is_open), published
+            )
+            for spec, rl_step, required, is_open, published in rows
+        ]
+        return {record.spec.job: record for record in records}
+
+    def put_job(self, record: JobRecord) -> None:
+        """Insert or replace a job."""
+        self._db.execute(
+            "INSERT INTO jobs VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT (job) DO UPDATE SET spec=excluded.spec,"
+            " rl_step=excluded.rl_step, required_version=excluded.required_version,"
+            " step_open=excluded.step_open, published_version=excluded.published_version",
+            (
+                record.spec.job,
+                msgspec.msgpack.encode(record.spec),
+                record.rl_step,
+                record.required_version,
+                int(record.step_open),
+                record.published_version,
+            ),
+        )
+
+    def delete_job(self, job: JobId) -> None:
+        """Forget a job and its answers."""
+        self._db.execute("DELETE FROM jobs WHERE job=?", (job,))
+        self._db.execute("DELETE FROM answers WHERE job=?", (job,))
+        self._answers, self._answer_bytes = self._db.execute(
+            "SELECT count(*), coalesce(sum(length(body)), 0) FROM answers"
+        ).fetchone()
+
+    # ---- answers -----------------------------------------------------------------------------------
+
+    def put_answer(self, job: JobId, digest: str, answer: Answer) -> int:
+        """Keep a finished turn; returns how many old ones were dropped to stay within the bounds."""
+        body = msgspec.msgpack.encode(answer)
+        self._db.execute(
+            "INSERT OR REPLACE INTO answers (job, turn, digest, body) VALUES (?, ?, ?, ?)",
+            (job, answer.turn_id, digest, body),
+        )
+        self._answers += 1
+        self._answer_bytes += len(body)
+        dropped = 0
+        while self._answers > ANSWERS_MAX or (self._answer_bytes > ANSWERS_BYTES_MAX and self._answers > 1):
+            (size,) = self._db.execute(
+                "DELETE FROM answers WHERE seq=(SELECT min(seq) FROM answers) RETURNING length(body)"
+            ).fetchone()
+            self._answers -= 1
+            self._answer_bytes -= size
+            dropped += 1
+        return dropped
+
+    def answer(self, job: JobId, turn_id: str) -> StoredAnswer | None:
+        """The finished turn with that id, if it is still kept."""
+        row = self._db.execute(
+            "SELECT digest, body FROM answers WHERE job=? AND turn=?", (job, turn_id)
+        ).fetchone()
+        return None if row is None else StoredAnswer(row[0], msgspec.msgpack.decode(row[1], type=Answer))
+
+    # ---- journal -----------------------------------------------------------------------------------
+
+    def record(self, now_ns: int, event: ClusterEvent, effects: Sequence[ClusterEffect]) -> None:
+        """Note a decision; written with the next batch."""
+        encode = msgspec.msgpack.encode
+        self._pending.append((self.boot, now_ns, encode(event), encode(effects)))
+        if len(self._pending) >= _JOURNAL_BATCH:
+            self.flush_journal()
+
+    def flush_journal(self) -> int:
+        """Write what is pending; returns how many old rows were dropped to stay within the bound."""
+        if not self._pending:
+            return 0
+        self._db.execute("BEGIN")
+        self._db.executemany(
+            "INSERT INTO journal (boot, now_ns, event, effects) VALUES (?, ?, ?, ?)", self._pending
+        )
+        self._pending.clear()
+        dropped = self._db.execute(
+            "DELETE FROM journal WHERE seq <= (SELECT max(seq) FROM journal) - ?", (JOURNAL_ROWS_MAX,)
+        ).rowcount
+        self._db.execute("COMMIT")
+        return dropped
+
+    def journal(self, boot: int) -> Iterator[JournalRow]:
+        """Decisions of one run of the scheduler, oldest first."""
+        rows: Iterator[tuple[Any, ...]] = self._db.execute(
+            "SELECT now_ns, event, effects FROM journal WHERE boot=? ORDER BY seq", (boot,)
+        )
+        for now_ns, event, effects in rows:
+            yield JournalRow(
+                now_ns,
+                msgspec.msgpack.decode(event, type=ClusterEvent),
+                msgspec.msgpack.decode(effects, type=list[ClusterEffect]),
+            )
+
+
+def _locked(path: Path) -> int:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise RoseError(f"{path.parent}: another scheduler uses this directory", "stop it first") from None
+    return descriptor

@@ -1,0 +1,268 @@
+"""Turns in flight, and their bookkeeping: each turn has exactly one outcome.
+
+    arrived -> queued -> running on a replica -> finished
+                  ^            |    \\-> failed, cancelled
+                  '-interrupted'
+
+The tokens of a turn live here.  Readers (HTTP handlers) follow `pieces` and wait for `outcome`; a turn whose
+last reader leaves is cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from rose.units import JobId, ReplicaId, TurnId, WeightVersion
+from rose_daemon.scheduler.errors import Failure
+from rose_daemon.scheduler.output import Answer, AttemptRecord, Choice, Piece
+from rose_daemon.scheduler.requests import Request
+
+
+class Cancelled(msgspec.Struct, frozen=True):
+    """Outcome of a turn whose client went away."""
+
+
+Outcome = Answer | Failure | Cancelled
+
+
+class Attempt:
+    """One try of a turn on one replica."""
+
+    def __init__(self, replica: ReplicaId, number: int, version: WeightVersion, first_token: int) -> None:
+        self.replica = replica
+        self.number = number
+        self.version = version
+        """Weights the replica ran when the attempt was sent to it."""
+        self.first_token = first_token
+        """Output tokens kept from earlier attempts."""
+        self.tokens = 0
+        self.seam_open = first_token > 0
+        """No text has come since the seam with the attempt before."""
+        self.task: asyncio.Task[None] | None = None
+        self.progress_reported_s = 0.0
+
+
+class Turn:
+    """One client turn, from its arrival to its outcome."""
+
+    def __init__(
+        self,
+        *,
+        key: TurnId,
+        turn_id: str,
+        named: bool,
+        job: JobId,
+        trajectory: str,
+        model: str,
+        request: Request,
+        now_s: float,
+    ) -> None:
+        self.key = key
+        """Names this run of the turn inside the scheduler; a turn that failed may be run again."""
+        self.turn_id = turn_id
+        self.named = named
+        """The client named the turn, so it may ask for it again."""
+        self.job = job
+        self.trajectory = trajectory
+        self.model = model
+        self.request = request
+        self.arrived_s = now_s
+        self.choices = [Choice() for _ in range(request.choices)]
+        self.pieces: list[Piece] = []
+        self._opening: dict[int, Piece] = {}
+        self.silent: list[int] = []
+        """Tokens that came without text."""
+        self.usage: dict[str, Any] | None = None
+        self.attempts: list[AttemptRecord] = []
+        self.weight_versions: list[tuple[int, int, WeightVersion]] = []
+        self.attempt: Attempt | None = None
+        self.shown = False
+        """A client has been shown tokens: they cannot be taken back."""
+        self.outcome: Outcome | None = None
+        self.readers = 0
+        self._changed = asyncio.Event()
+
+    @property
+    def token_count(self) -> int:
+        """Output tokens kept, over all choices."""
+        return sum(len(choice.token_ids) for choice in self.choices)
+
+    @property
+    def restart_reason(self) -> str:
+        """Why the turn cannot resume from its tokens, or empty."""
+        if self.request.restart_reason:
+            return self.request.restart_reason
+        choice = self.choices[0]
+        if choice.prompt_token_ids is None:
+            return "prompt_token_ids"
+        # An engine that parses its output shows us parts, from which its text cannot be continued.
+        return "parsed_output" if choice.tool_calls or choice.reasoning else ""
+
+    def add(self, pieces: Iterable[Piece]) -> None:
+        """Take in new output and wake the readers."""
+        for piece in pieces:
+            self.choices[piece.index].add(piece)
+            if piece.token_ids and not piece.text:
+                self.silent.extend(piece.token_ids)
+            self._publish(piece)
+        self._wake()
+
+    def _publish(self, piece: Piece) -> None:
+        """Show a piece; one that only opens a choice (role, prompt ids) waits for its first output.
+
+        So nothing is shown of a turn that may still begin again.
+        """
+        opening = self._opening.pop(piece.index, None)
+        if opening is not None:
+            piece.extra = opening.extra | piece.extra
+            piece.prompt_token_ids = piece.prompt_token_ids or opening.prompt_token_ids
+        empty = not piece.text and not piece.token_ids and piece.finish_reason is None
+        if empty and not piece.extra.keys() - {"role"}:
+            self._opening[piece.index] = piece
+        else:
+            self.pieces.append(piece)
+
+    def close_attempt(self, end: str) -> None:
+        """Record how the present attempt ended."""
+        attempt = self.attempt
+        assert attempt is not None, f"{self.key} has no attempt to close"
+        self.attempts.append(AttemptRecord(attempt.replica, attempt.tokens, end))
+        if attempt.tokens:
+            last = attempt.first_token + attempt.tokens - 1
+            self.weight_versions.append((attempt.first_token, last, attempt.version))
+        self.attempt = None
+
+    def forget_output(self) -> None:
+        """Begin again from the prompt; only for output that no client has seen."""
+        assert not self.shown, f"{self.key} was shown to its client"
+        self.choices = [Choice() for _ in range(self.request.choices)]
+        self.pieces.clear()
+        self._opening.clear()
+        self.silent.clear()
+        self.weight_versions.clear()
+        self.usage = None
+
+    def settle(self, outcome: Outcome) -> None:
+        """Give the turn its only outcome."""
+        assert self.outcome is None, f"{self.key} already has an outcome"
+        self.outcome = outcome
+        self._wake()
+
+    def answer(self, created: int) -> Answer:
+        """The finished turn.  `created` is in seconds since the epoch."""
+        return Answer(
+            turn_id=self.turn_id,
+            trajectory=self.trajectory,
+            dialect=self.request.dialect,
+            model=self.model,
+            created=created,
+            choices=self.choices,
+            usage=self._usage(),
+            replica=self.attempts[-1].replica,
+            attempts=self.attempts,
+            weight_versions=self.weight_versions,
+        )
+
+    async def changed(self) -> None:
+        """Wait for more pieces or the outcome."""
+        await self._changed.wait()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _usage(self) -> dict[str, Any]:
+        """The engine's own count for a turn of one attempt, else what was counted here."""
+        if self.usage is not None and len(self.attempts) == 1:
+            return self.usage
+        # Prompts of a batch are counted by the engine only, and a batch never resumes.
+        prompt_tokens = len(self.choices[0].prompt_token_ids or ())
+        if self.usage is not None and self.request.restart_reason:
+            prompt_tokens = int(self.usage.get("prompt_tokens", prompt_tokens))
+        return {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": self.token_count,
+            "total_tokens": prompt_tokens + self.token_count,
+        }
+
+
+class TurnCounts(msgspec.Struct):
+    """Turns since the scheduler started; arrived = finished + failed + cancelled + live ones, always."""
+
+    arrived: int = 0
+    finished: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    interrupted: int = 0
+    """Attempts that ended early."""
+    rerouted: int = 0
+    """Attempts on another replica than the one before."""
+    restarted: int = 0
+    """Turns that began again from their prompt."""
+    replayed: int = 0
+    """Resends answered from a stored answer (these do not arrive)."""
+    joined: int = 0
+    """Resends that share a turn still in flight (nor do these)."""
+
+
+class TurnBook:
+    """The live turns, by key and by the id clients gave them."""
+
+    def __init__(self) -> None:
+        self.counts = TurnCounts()
+        self.live: dict[TurnId, Turn] = {}
+        self._by_id: dict[tuple[JobId, str], Turn] = {}
+
+    def open(self, turn: Turn) -> None:
+        """A turn arrived."""
+        assert (turn.job, turn.turn_id) not in self._by_id, f"{turn.key} is already live"
+        self.counts.arrived += 1
+        self.live[turn.key] = turn
+        self._by_id[turn.job, turn.turn_id] = turn
+
+    def find(self, job: JobId, turn_id: str) -> Turn | None:
+        """The live turn with that id."""
+        return self._by_id.get((job, turn_id))
+
+    def settle(self, turn: Turn, outcome: Outcome) -> None:
+        """Give a live turn its only outcome, and count it."""
+        turn.settle(outcome)
+        match outcome:
+            case Answer():
+                self.counts.finished += 1
+            case Failure():
+                self.counts.failed += 1
+            case Cancelled():
+                self.counts.cancelled += 1
+        del self.live[turn.key], self._by_id[turn.job, turn.turn_id]
+        self.check()
+
+    def check(self) -> None:
+        """Assert that no turn is lost or counted twice."""
+        counts = self.counts
+        settled = counts.finished + counts.failed + counts.cancelled
+        assert counts.arrived == settled + len(self.live), (
+            f"turns do not add up: {counts}, {len(self.live)} live"
+        )
+
+    def in_flight(self) -> int:
+        """Turns that run on a replica now."""
+        return sum(1 for turn in self.live.values() if turn.attempt is not None)
+
+    def by_replica(self) -> dict[ReplicaId, int]:
+        """Turns in flight on each replica that has any."""
+        numbers: dict[ReplicaId, int] = {}
+        for turn in self.live.values():
+            if turn.attempt is not None:
+                numbers[turn.attempt.replica] = numbers.get(turn.attempt.replica, 0) + 1
+        return numbers
+
+    def snapshot(self) -> Mapping[str, int]:
+        """All counts, for status and metrics."""
+        running = self.in_flight()
+        counts: dict[str, int] = msgspec.to_builtins(self.counts)
+        return counts | {"queued": len(self.live) - running, "in_flight": running}
