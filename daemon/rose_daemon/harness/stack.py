@@ -192,7 +192,7 @@ class Stack:
             name,
             command,
             self.log_dir / f"{name}.log",
-            environ=dict(environ) | marked_environ(self.stack_id) | {"PYTHONSAFEPATH": "1"},
+            environ=_without_overrides(environ) | marked_environ(self.stack_id) | {"PYTHONSAFEPATH": "1"},
             placement=placement,
             stdin=asyncio.subprocess.PIPE if piped else asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE if piped else None,
@@ -362,6 +362,11 @@ class Stack:
     def pids(self) -> list[int]:
         """Every living process of the stack, grandchildren included."""
         return marked_pids(self.stack_id)
+
+
+def _without_overrides(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment less ROSE_<SECTION>__<KEY>: the stack's rose.toml says it all."""
+    return {key: text for key, text in environ.items() if not (key.startswith("ROSE_") and "__" in key)}
 
 
 async def _answers(client: aiohttp.ClientSession, url: str) -> bool:
