@@ -12,6 +12,10 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
+
+from rose import config
+from rose.cli.main import app
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("rose", "daemon/rose_daemon", "kernels/rose_kernels", "sim/rose_sim")
@@ -197,6 +201,21 @@ def test_links_between_pages_lead_somewhere(page: str) -> None:
     source = ROOT / page
     targets = re.findall(r"\]\((?!https?:|#|mailto:)([^)#\s]+)", source.read_text(encoding="utf-8"))
     assert not [target for target in targets if not (source.parent / target).exists()]
+
+
+def test_the_configuration_in_the_readme_is_accepted() -> None:
+    blocks = re.findall(
+        r"```toml\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL
+    )
+    assert blocks
+    for block in blocks:
+        config.build(tomllib.loads(block), "README.md")
+
+
+def test_readme_names_every_command() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    commands = get_command(app).list_commands(None)
+    assert not [name for name in commands if f"rose {name}" not in text]
 
 
 def test_readme_names_every_make_target_a_newcomer_needs() -> None:
