@@ -1,6 +1,6 @@
 """ROSE's own HTTP endpoints on an engine's port, guarded by the token of this host's engines.
 
-vLLM's control routes need its dev mode, which opens much more; these open only what rosed and the gateway use.
+vLLM's control routes need its dev mode, which opens much more; these open what rosed and the gateway use.
 All answers are JSON; errors are `{"error": code, "detail": text}`.
 """
 
@@ -52,7 +52,7 @@ class AbortRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RoseEndpoints:
-    """Entry point `vllm.endpoint_plugins`; `attach_router` and `init_state` are called by vLLM, in that order."""
+    """Entry point `vllm.endpoint_plugins`; vLLM calls `attach_router`, then `init_state`."""
 
     name = "rose"
     required_tasks: ClassVar[tuple[str, ...] | None] = ("generate",)
@@ -284,8 +284,8 @@ _STATUS = {"wrong_base": 409, "busy": 409, "corrupt_delta": 422}
 
 def _refused(answer: dict[str, Any]) -> Response:
     code = answer.get("error", answer.get("state", "failed"))
-    detail = {key: answer[key] for key in ("detail", "version_held") if key in answer}
-    return _json(_STATUS.get(code, 500), {"error": code, **detail})
+    detail = {key: value for key, value in answer.items() if key in {"detail", "version_held"}}
+    return _json(_STATUS.get(code, 500), {"error": code} | detail)
 
 
 def _json(status: int, body: dict[str, Any]) -> Response:
