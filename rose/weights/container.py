@@ -273,11 +273,14 @@ def read_file(path: Path, bytes_max: int) -> npt.NDArray[np.uint8]:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         raise CorruptDelta(f"{path}: cannot be read: {error.strerror}") from None
-    with os.fdopen(descriptor, "rb") as file:
+    try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode) or status.st_size > bytes_max:
             raise CorruptDelta(f"{path}: not a regular file of at most {bytes_max} bytes")
-        return np.frombuffer(file.read(bytes_max), dtype=np.uint8)
+        with os.fdopen(descriptor, "rb", closefd=False) as file:
+            return np.frombuffer(file.read(bytes_max), dtype=np.uint8)
+    finally:
+        os.close(descriptor)
 
 
 # ---- write and apply ----------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from rose.weights.bits import State
 Readable: TypeAlias = bytes | bytearray | memoryview | npt.NDArray[Any]
 """Anything with a contiguous buffer."""
 
-DIGEST_PATTERN = r"^[0-9a-f]{32}$"
+DIGEST_PATTERN = r"^[0-9a-f]{32}\Z"
 
 
 def digest(data: Readable) -> str:

@@ -28,9 +28,9 @@ PARAMETER_BYTES_MAX = 1 << 40
 VERSION_MAX = (1 << 53) - 1
 """Versions stay exact in every JSON reader."""
 
-JOB_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
-BUCKET_PATTERN = r"^bucket-[0-9]{5}\.safetensors$"
-_NAME_PATTERN = r"^[!#-\[\]-~]{1,512}$"
+JOB_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}\Z"
+BUCKET_PATTERN = r"^bucket-[0-9]{5}\.safetensors\Z"
+_NAME_PATTERN = r"^[!#-\[\]-~]{1,512}\Z"
 """Checkpoint names: printable ASCII but space, quote and backslash, so JSON never escapes them."""
 
 Digest = Annotated[str, msgspec.Meta(pattern=DIGEST_PATTERN)]
@@ -172,7 +172,7 @@ def check(manifest: Manifest) -> None:
 
 def valid_job(job: str) -> bool:
     """Whether a job id can name a directory and a URL segment."""
-    return re.match(JOB_PATTERN, job) is not None and not job.endswith("\n")
+    return re.match(JOB_PATTERN, job) is not None
 
 
 def _check_parameter(parameter: Parameter, *, anchor: bool) -> None:
