@@ -1,0 +1,123 @@
+"""Which version to fetch and which to apply next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rose.core.shelf import RETRY_NS, RETRY_NS_MAX, VERSIONS_MAX, Pull, Staged, VersionShelf
+
+
+def shelf_of(available: Iterable[int] = (), staged: Iterable[tuple[int, int | None]] = ()) -> VersionShelf:
+    shelf = VersionShelf()
+    for version in available:
+        shelf.available(version)
+    for version, base in staged:
+        shelf.arrived(Staged(version, base, f"/v{version}"))
+    return shelf
+
+
+def test_an_empty_shelf_leads_nowhere() -> None:
+    shelf = VersionShelf()
+    assert shelf.newest == 0
+    assert shelf.next_step(0) is None
+    assert shelf.next_pull([0], 0) is None
+    assert not shelf.dead_end(0)
+
+
+def test_versions_are_fetched_in_order_one_at_a_time() -> None:
+    shelf = shelf_of([3, 1, 2])
+    assert shelf.newest == 3
+    assert shelf.next_pull([0], 0) == Pull(1, 0)
+    assert shelf.next_pull([0], 0) is None
+    shelf.arrived(Staged(1, 0, "/v1"))
+    assert shelf.next_pull([0], 0) == Pull(2, 1), "fetched ahead, while version 1 is applied"
+
+
+def test_nothing_is_fetched_that_nobody_needs() -> None:
+    assert shelf_of([1, 2]).next_pull([2, 5], 0) is None
+    assert shelf_of([1, 2]).next_pull([], 0) is None
+
+
+def test_an_engine_that_restarted_needs_the_versions_before() -> None:
+    shelf = shelf_of([1, 2, 3], [(3, 2)])
+    assert shelf.next_pull([2, 0], 0) == Pull(1, 0)
+
+
+def test_steps_follow_deltas_whose_base_is_held() -> None:
+    shelf = shelf_of(staged=[(1, 0), (2, 1), (3, 2)])
+    assert shelf.next_step(0) == (1, 0, "/v1")
+    assert shelf.next_step(1) == (2, 1, "/v2")
+    assert shelf.next_step(3) is None
+
+
+def test_a_squashed_delta_that_leads_further_is_taken() -> None:
+    assert shelf_of(staged=[(1, 0), (5, 0)]).next_step(0) == (5, 0, "/v5")
+
+
+def test_an_anchor_follows_any_older_version_but_no_newer_one() -> None:
+    shelf = shelf_of(staged=[(7, None), (4, None)])
+    assert shelf.next_step(2) == (7, None, "/v7")
+    assert shelf.next_step(7) is None
+    assert shelf.next_step(9) is None
+
+
+def test_a_missing_version_is_retried_with_growing_pauses_and_an_anchor_looked_for_meanwhile() -> None:
+    shelf = shelf_of([1, 2])
+    assert shelf.next_pull([0], 0) == Pull(1, 0)
+    assert shelf.failed(1, 0) == RETRY_NS
+    assert shelf.next_pull([0], 0) == Pull(2, 0)
+    assert shelf.failed(2, 0) == RETRY_NS
+    assert shelf.next_pull([0], RETRY_NS - 1) is None
+    assert shelf.next_pull([0], RETRY_NS) == Pull(1, 0)
+    assert [shelf.failed(1, 0) for _ in range(9)][-1] == RETRY_NS_MAX
+
+
+def test_staged_versions_that_cannot_follow_are_a_dead_end() -> None:
+    shelf = shelf_of(staged=[(3, 2)])
+    assert shelf.dead_end(0)
+    assert not shelf.dead_end(2)
+    shelf.available(2)
+    assert not shelf.dead_end(0), "version 2 can still be fetched"
+
+
+def test_files_an_engine_refused_are_fetched_again() -> None:
+    shelf = shelf_of(staged=[(1, 0)])
+    shelf.distrust(1)
+    assert shelf.next_step(0) is None
+    assert shelf.next_pull([0], 0) == Pull(1, 0)
+
+
+@pytest.mark.parametrize(("version", "base"), [(0, None), (-1, None), (3, 3), (3, 4)])
+def test_a_version_that_cannot_be_is_not_taken_in(version: int, base: int | None) -> None:
+    shelf = VersionShelf()
+    assert not shelf.arrived(Staged(version, base, "/x"))
+    assert shelf.staged == ()
+
+
+def test_telling_a_version_twice_changes_nothing() -> None:
+    shelf = VersionShelf()
+    assert shelf.available(1)
+    assert not shelf.available(1)
+    assert not shelf.available(0)
+
+
+def test_memory_is_bounded_and_the_oldest_go_first() -> None:
+    shelf = shelf_of(range(1, VERSIONS_MAX + 100), [(5, 4)])
+    assert shelf.newest == VERSIONS_MAX + 99
+    assert shelf.staged == ()
+    assert shelf.next_pull([0], 0) == Pull(100, 0)
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.none() | st.integers(0, 8)), max_size=12), st.integers(0, 9))
+def test_steps_always_lead_up_from_a_base_that_is_held(
+    staged: list[tuple[int, int | None]], held: int
+) -> None:
+    shelf = shelf_of(staged=staged)
+    while (step := shelf.next_step(held)) is not None:
+        assert step.version > held
+        assert step.base in {None, held}
+        held = step.version
