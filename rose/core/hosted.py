@@ -182,36 +182,37 @@ class HostedReplica:
         return [Say("info", "weights_applied", text, self.settings.replica)]
 
     def refused(self, event: WeightsRefused, shelf: VersionShelf, now_ns: int) -> list[NodeEffect]:
-        """The engine kept what it held.  What it says it holds counts, not what we thought.
+        """The engine was not brought to the version.  What it says it holds counts, not what we thought.
 
-        Where it holds another version than we thought, the way from there is planned anew; where the files
-        were at fault, they are fetched again; where it did not answer, the same is tried again.
+        - It holds another version than we thought: the way from there is planned anew.
+        - It kept its version: the files are at fault, and are fetched and verified again.
+        - It did not say: it gets no turns, and is asked the same again; the second time with new files.
+        - It claims the version, yet nobody vouches for its bytes: only a restart makes its weights known.
         """
         applying = self.life.applying
         if applying is None or applying.version != event.version:
             return []
-        if event.version_held == event.version:
-            self._settle(event.version)
-            return [
-                Say("info", "weights_applied", f"version {event.version} was there already", event.replica)
-            ]
+        held = event.version_held
         self.life.applying = None
+        self.life.unsure = held is None
         self.refusals += 1
         self._retry_at_ns = now_ns + self.life.backoff_ns(self.refusals)
-        if event.version_held is not None and event.version_held != applying.base_version:
-            self.life.held = event.version_held
-        elif event.version_held is not None:
-            shelf.distrust(event.version)
         text = f"version {event.version} was refused: {event.reason}"
-        said: list[NodeEffect] = [Say("warning", "weights_refused", text, event.replica)]
+        effects: list[NodeEffect] = [Say("warning", "weights_refused", text, event.replica)]
+        if held == event.version:
+            return effects + self.life.stop("weights_unverified", now_ns)
+        if held is not None and held != applying.base_version:
+            self.life.held = held
+        elif held is not None or self.refusals > 1:
+            shelf.distrust(event.version)
         if self.refusals >= self._node.weight_attempts_max:
             self.life.fail(f"weights_refused: {event.reason}")
             text = f"gave up after {self.refusals} refusals in a row; draining and undraining it tries again"
-            said.append(Say("error", "replica_failed", text, event.replica))
-        return said
+            effects.append(Say("error", "replica_failed", text, event.replica))
+        return effects
 
     def _settle(self, version: WeightVersion) -> None:
-        self.life.held, self.life.applying = version, None
+        self.life.held, self.life.applying, self.life.unsure = version, None, False
         self.refusals, self._retry_at_ns = 0, 0
 
     # ---- what others see ------------------------------------------------------------------------
@@ -229,7 +230,7 @@ class HostedReplica:
             url=self.settings.url,
             model=self.settings.model,
             weight_version=self.life.held,
-            updating=self.life.applying is not None,
+            updating=self.life.state is ReplicaState.UPDATING,
             gate_open=bool(reading.gate_open) if reading else None,
             kv_budget_tokens=budget_blocks * self.settings.block_tokens,
             kv_used_tokens=reading.kv_used_blocks * self.settings.block_tokens if reading else 0,

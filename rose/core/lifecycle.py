@@ -25,7 +25,7 @@ class ReplicaState(StrEnum):
     STARTING = "starting"
     READY = "ready"
     UPDATING = "updating"
-    """An engine is going from one weight version to the next."""
+    """The engine is going from one weight version to the next, or did not say where it ended."""
     DRAINING = "draining"
     """Taken out of use by the operator: turns in flight finish, no new ones come."""
     FAILED = "failed"
@@ -72,6 +72,8 @@ class EngineLife:
         """Why the engine is not usable, or last was not."""
         self.held = WeightVersion(0)
         self.applying: ApplyVersion | None = None
+        self.unsure = False
+        """An update had no answer: `held` may be wrong, so no turns until the engine told what it runs."""
         self.draining = False
         self.failed = False
 
@@ -82,7 +84,7 @@ class EngineLife:
             return ReplicaState[self.phase.name]
         if self.failed:
             return ReplicaState.FAILED
-        if self.applying is not None:
+        if self.applying is not None or self.unsure:
             return ReplicaState.UPDATING
         return ReplicaState.DRAINING if self.draining else ReplicaState.READY
 
@@ -117,7 +119,7 @@ class EngineLife:
         if not (expected or found):
             return False
         self._enter(Phase.RUNNING, now_ns)
-        self.held, self.reason = version, ""
+        self.held, self.unsure, self.reason = version, False, ""
         return True
 
     def exited(self, reason: str, now_ns: int, *, restart: bool) -> bool:
@@ -128,7 +130,7 @@ class EngineLife:
         asked_for = self.phase is Phase.STOPPING
         self.failures = 1 if lasted else self.failures + 1
         self.reason = self.reason if asked_for else reason
-        self.pid, self.applying, self.failed = 0, None, False
+        self.pid, self.applying, self.unsure, self.failed = 0, None, False, False
         self._enter(Phase.BACKOFF if restart else Phase.STOPPED, now_ns)
         self.retry_at_ns = now_ns + self.backoff_ns(self.failures)
         return True

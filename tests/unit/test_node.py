@@ -419,20 +419,38 @@ def test_refused_files_are_fetched_again_and_the_replica_fails_after_three_refus
 
 def test_what_the_engine_says_it_holds_counts() -> None:
     bench = up()
-    bench(staged(1, 0), staged(2, 1))
-    bench(WeightsRefused(OPP, WeightVersion(1), WeightVersion(1), "wrong_base"))
+    bench(staged(1, 0), staged(2, 1), WeightsApplied(OPP, WeightVersion(1)))
     assert bench.replica(OPP).weight_version == 1
-    assert [(e.version, e.base_version) for e in bench.all(ApplyVersion)] == [(2, 1)]
-    bench(WeightsRefused(OPP, WeightVersion(2), WeightVersion(0), "wrong_base"), *[Tick()] * 3)
+    bench(WeightsRefused(OPP, WeightVersion(2), WeightVersion(0), "wrong_base"))
+    assert bench.replica(OPP).weight_version == 0
+    bench(*[Tick()] * 3)
     assert [(e.version, e.base_version) for e in bench.all(ApplyVersion)] == [(1, 0)]
 
 
-def test_an_engine_that_did_not_answer_is_asked_the_same_again() -> None:
+def test_an_engine_that_did_not_answer_gets_no_turns_and_is_asked_the_same_again() -> None:
     bench = up()
     bench(staged(1, 0))
-    bench(WeightsRefused(OPP, WeightVersion(1), None, "timeout"), *[Tick()] * 3)
+    silence = WeightsRefused(OPP, WeightVersion(1), None, "timeout")
+    bench(silence)
+    assert bench.replica(OPP).state == "updating", "nobody knows which weights it runs"
+    bench(*[Tick()] * 3)
     assert [(e.replica, e.version) for e in bench.all(ApplyVersion)] == [(OPP, 1)]
-    assert not bench.all(PullVersion), "nothing is wrong with the files"
+    assert not bench.all(PullVersion), "nothing is wrong with the files, as far as is known"
+    bench(silence)
+    assert bench.all(PullVersion), "or is there?"
+    bench(staged(1, 0), *[Tick()] * 4, WeightsApplied(OPP, WeightVersion(1)))
+    assert bench.replica(OPP).state == "ready"
+
+
+def test_an_engine_on_weights_that_nobody_vouches_for_is_restarted() -> None:
+    """Digests differed after the update; asked again, the engine says that it has the version already."""
+    bench = up()
+    bench(staged(1, 0))
+    bench(WeightsRefused(OPP, WeightVersion(1), None, "digest_mismatch"), *[Tick()] * 3)
+    bench(WeightsRefused(OPP, WeightVersion(1), WeightVersion(1), "wrong_base"))
+    assert bench.all(StopEngine) == [StopEngine(OPP, 10 * NS_PER_S, "weights_unverified")]
+    bench(EngineExited(OPP, 0, "asked"), Tick(), Tick(), EngineReady(OPP, WeightVersion(0)))
+    assert [(e.version, e.base_version) for e in bench.all(ApplyVersion)] == [(1, 0)]
 
 
 def test_a_version_that_cannot_be_staged_is_tried_again() -> None:
