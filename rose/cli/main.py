@@ -52,9 +52,11 @@ class RoseGroup(TyperGroup):
     """A group that knows its commands by name and imports the one that is called."""
 
     def list_commands(self, ctx: Any) -> list[str]:
+        """Names, our own first."""
         return [*_BUILT_IN, *sorted(_installed())]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Import one command; None if there is none of that name."""
         if cmd_name in _BUILT_IN:
             module, _, attribute = _BUILT_IN[cmd_name].partition(":")
             found = getattr(importlib.import_module(module), attribute)
@@ -67,11 +69,13 @@ class RoseGroup(TyperGroup):
         return command
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """The list in `rose --help`, without importing what it lists."""
         rows = [(name, _SUMMARY.get(name, "")) for name in self.list_commands(ctx)]
         with formatter.section("Commands"):
             formatter.write_dl(rows)
 
     def invoke(self, ctx: Any) -> Any:
+        """Run the command; a RoseError ends it with two lines."""
         try:
             return super().invoke(ctx)
         except RoseError as error:

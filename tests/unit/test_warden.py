@@ -114,7 +114,7 @@ def test_the_end_of_rosed_ends_everything(start: Start) -> None:
     assert "rosed is gone" in run.text()
 
 
-def test_sigterm_asks_and_a_second_one_kills(start: Start) -> None:
+def test_sigterm_asks_and_sigusr1_kills(start: Start) -> None:
     polite = "print('got term', flush=True)"
     run = start(
         STUBBORN_CHILD + f"signal.signal(signal.SIGTERM, lambda *_: {polite})\nwhile True: time.sleep(1)",
@@ -124,7 +124,7 @@ def test_sigterm_asks_and_a_second_one_kills(start: Start) -> None:
     run.process.send_signal(signal.SIGTERM)
     until(lambda: "got term" in run.text())
     assert run.process.poll() is None
-    run.process.send_signal(signal.SIGTERM)
+    run.process.send_signal(warden.KILL)
     assert run.process.wait(15) == 128 + signal.SIGKILL
     assert not runs(child)
 

@@ -13,8 +13,9 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -24,9 +25,10 @@ from rose.engines.vllm.launch import EngineCommand
 from rose.units import ReplicaId, WeightVersion
 from rose_daemon.node import warden
 from rose_daemon.node.engine_http import EngineClient, EngineRefused, EngineUnreachable
+from rose_daemon.node.warden import KILL
 
-CommandBuilder = Callable[[ReplicaConfig, Config, int], EngineCommand]
-"""(replica, configuration, port) -> how to start its engine."""
+CommandBuilder = Callable[[ReplicaConfig, Config], EngineCommand]
+"""How to start a replica's engine; its port is never 0 here."""
 
 _READY_POLL_S = 0.25
 _LOG_LINES = 3
@@ -51,7 +53,10 @@ class Engine:
 
 
 class Engines:
-    """The engines that this rosed started, by replica.  Reports what happens to them as events."""
+    """The engines that this rosed started, by replica.  Reports what happens to them as events.
+
+    Every replica of `config` has a port by now: see `preflight.with_ports`.
+    """
 
     def __init__(
         self,
@@ -59,15 +64,17 @@ class Engines:
         build: CommandBuilder,
         connect: Callable[[str], EngineClient],
         emit: Callable[[NodeEvent], None],
+        spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
     ) -> None:
         self._config = config
         self._build = build
         self._connect = connect
         self._emit = emit
+        self._task = spawn
         self._running: dict[ReplicaId, Engine] = {}
         self._tasks: dict[ReplicaId, asyncio.Task[None]] = {}
         self._stop_once_spawned: dict[ReplicaId, tuple[float, str]] = {}
-        self._stops: set[asyncio.Task[None]] = set()
+        self._stops: dict[ReplicaId, asyncio.Task[None]] = {}
         self._logs = Path(config.node.state_dir) / "logs"
 
     def get(self, replica: ReplicaId) -> Engine | None:
@@ -82,7 +89,7 @@ class Engines:
         """Spawn the engine; EngineStarted, then EngineReady or EngineExited follow."""
         if (former := self._tasks.get(replica)) and not former.done():
             return
-        self._tasks[replica] = asyncio.create_task(self._live(replica, attempt), name=f"engine {replica}")
+        self._tasks[replica] = self._task(self._live(replica, attempt))
 
     def stop(self, replica: ReplicaId, grace_s: float, reason: str) -> None:
         """End the engine: terminate, then kill after `grace_s`; EngineExited follows."""
@@ -94,30 +101,33 @@ class Engines:
         if engine.stop_reason:
             return
         engine.stop_reason = reason or "stopped"
-        task = asyncio.create_task(self._end(engine, grace_s), name=f"stop {replica}")
-        self._stops.add(task)
-        task.add_done_callback(self._stops.discard)
+        self._stops[replica] = self._task(self._end(engine, grace_s))
+
+    def kill(self) -> None:
+        """End every engine now."""
+        for engine in self._running.values():
+            with contextlib.suppress(ProcessLookupError):
+                engine.process.send_signal(KILL)
 
     async def close(self, grace_s: float) -> None:
         """End every engine and wait until nothing of them is left."""
         for replica in tuple(self._tasks):
             self.stop(replica, grace_s, "shutdown")
-        await asyncio.gather(*self._tasks.values(), *self._stops, return_exceptions=True)
+        await asyncio.gather(*self._tasks.values(), *self._stops.values(), return_exceptions=True)
 
     async def _live(self, replica: ReplicaId, attempt: int) -> None:
         """One incarnation, from spawn to exit."""
         section = self._config.replica(replica)
-        if section.port and not port_is_free(section.host, section.port):
+        if not port_is_free(section.host, section.port):
             reason = f"port_in_use: {section.host}:{section.port} is taken by another process"
             self._emit(EngineExited(replica, None, reason))
             return
-        port = section.port or free_port(section.host)
         try:
-            process = await self._spawn(section, port, attempt)
+            process = await self._spawn(section, attempt)
         except OSError as error:
             self._emit(EngineExited(replica, None, f"spawn_failed: {error}"))
             return
-        url = f"http://{_bracketed(section.host)}:{port}"
+        url = engine_url(section)
         engine = self._running[replica] = Engine(url, process, self._connect(url))
         self._emit(EngineStarted(replica, process.pid))
         if (early := self._stop_once_spawned.pop(replica, None)) is not None:
@@ -131,15 +141,15 @@ class Engines:
             del self._running[replica]
         self._emit(EngineExited(replica, code, engine.stop_reason or self._epitaph(replica, code)))
 
-    async def _spawn(self, section: ReplicaConfig, port: int, attempt: int) -> asyncio.subprocess.Process:
+    async def _spawn(self, section: ReplicaConfig, attempt: int) -> asyncio.subprocess.Process:
         node = self._config.node
         if section.kind == "opportunistic" and not section.cpus:
             section = msgspec.structs.replace(section, cpus=self._config.device.cpus)
-        command = self._build(section, self._config, port)
+        command = self._build(section, self._config)
         log = self.log_path(section.id)
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("a", encoding="utf-8") as file:
-            file.write(f"rosed: starting {section.id}, attempt {attempt}, port {port}\n")
+            file.write(f"rosed: starting {section.id}, attempt {attempt}, port {section.port}\n")
         keeper = (sys.executable, "-I", "-S", warden.__file__)
         limits = (str(log), str(node.log_bytes_max), str(node.engine_stop_grace_s), "--")
         return await asyncio.create_subprocess_exec(
@@ -154,15 +164,9 @@ class Engines:
         )
 
     async def _await_ready(self, replica: ReplicaId, engine: Engine) -> None:
-        """Poll until the engine answers as the one we started; end it when that takes too long."""
-        limit_s = self._config.node.engine_start_timeout_s
+        """Poll until the engine answers as the one we started.  Too long a wait is for the machine to end."""
         try:
-            async with asyncio.timeout(limit_s):
-                version = await self._first_answer(replica, engine)
-        except TimeoutError:
-            reason = f"start_timeout: no answer on {engine.url} within {limit_s:g} s"
-            self.stop(replica, self._config.node.engine_stop_grace_s, reason)
-            return
+            version = await self._first_answer(replica, engine)
         except EngineRefused as error:
             self.stop(replica, self._config.node.engine_stop_grace_s, f"plugin_missing: {error.what}")
             return
@@ -186,7 +190,7 @@ class Engines:
             try:
                 await asyncio.wait_for(engine.process.wait(), grace_s)
             except TimeoutError:
-                engine.process.send_signal(signal.SIGTERM)  # the second one kills, see warden
+                engine.process.send_signal(KILL)
         await engine.process.wait()
 
     def _epitaph(self, replica: ReplicaId, code: int) -> str:
@@ -228,5 +232,7 @@ def free_port(host: str) -> int:
         return int(probe.getsockname()[1])
 
 
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
+def engine_url(section: ReplicaConfig) -> str:
+    """Base URL of a replica's engine."""
+    host = f"[{section.host}]" if ":" in section.host else section.host
+    return f"http://{host}:{section.port}"

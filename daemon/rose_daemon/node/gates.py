@@ -19,6 +19,7 @@ class Gates:
     def __init__(self, paths: BoardPaths, lease_ns: int) -> None:
         self._paths = paths
         self._lease_ns = lease_ns
+        self._closed = False
         self._writers: dict[ReplicaId, BoardWriter[GatePolicy]] = {}
         self._policies: dict[ReplicaId, GatePolicy] = {}
 
@@ -28,6 +29,8 @@ class Gates:
 
     def publish(self, replica: ReplicaId, policy: GatePolicy, now_ns: int) -> None:
         """Make `policy` the replica's from now on, and wake its engine.  Raises OSError."""
+        if self._closed:
+            return
         writer = self._writers.get(replica)
         if writer is None:
             writer = self._writers[replica] = BoardWriter(self._paths.gate(replica), GatePolicy)
@@ -41,7 +44,8 @@ class Gates:
             self._writers[replica].publish(policy._replace(alive_until_ns=now_ns + self._lease_ns))
 
     def close(self) -> None:
-        """Take the boards away; engines that still read them find no policy and close."""
+        """Close every gate and take the boards away; nothing is published from now on."""
+        self._closed = True
         for replica, writer in self._writers.items():
             writer.publish(self._policies[replica]._replace(alive_until_ns=0))
             writer.bell.ring()

@@ -7,7 +7,7 @@ would hold up the engine being measured).  A signal that cannot be had is `Unkno
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ from rose.boards import Owner
 from rose.config import DeviceConfig
 from rose.core.events import MemoryObserved
 from rose.core.readings import Unknown
-from rose_daemon.node.warden import descendants
+from rose_daemon.node.warden import descendants, parents
 
 _KV_USAGE_NAMES = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")
 """New and old name of the share of KV blocks in use."""
@@ -35,27 +35,26 @@ class ServingProbe(NamedTuple):
     kv_used_share: float | Unknown
 
 
-def device_memory(
-    device: DeviceConfig, serving: Owner | None, rollout_pids: Iterable[int]
-) -> tuple[MemoryObserved, int | Unknown]:
-    """Memory of the device, and how much of it the rollout engines hold.
+def device_memory(device: DeviceConfig, serving: Owner | None, rollout_pids: Iterable[int]) -> MemoryObserved:
+    """Memory of the device that serving and the lent replicas share.
 
     `serving` is the process that writes the slack board (the serving engine's core); its workers, which
     hold weights and KV blocks, descend from it.
     """
     if device.kind != "cpu":
         unknown = Unknown(NO_NVML)
-        return MemoryObserved(unknown, unknown, unknown), unknown
+        return MemoryObserved(unknown, unknown, unknown)
     total = _capacity(device)
+    parent_of = parents()
     serving_bytes: int | Unknown
     if serving is None:
         serving_bytes = 0
     elif serving.alive():
-        serving_bytes = tree_bytes(serving.pid)
+        serving_bytes = tree_bytes(serving.pid, parent_of)
     else:
         serving_bytes = Unknown("serving_gone")
-    rollout = _sum(tree_bytes(pid) for pid in rollout_pids)
-    return MemoryObserved(serving_bytes, _free(total, serving_bytes, rollout), total), rollout
+    rollout = _sum(tree_bytes(pid, parent_of) for pid in rollout_pids)
+    return MemoryObserved(serving_bytes, _free(total, serving_bytes, rollout), total)
 
 
 def _capacity(device: DeviceConfig) -> int | Unknown:
@@ -96,12 +95,12 @@ def _cgroup_limit() -> int:
     return int(text) if text.isdigit() else 0
 
 
-def tree_bytes(pid: int) -> int | Unknown:
+def tree_bytes(pid: int, parent_of: Mapping[int, int]) -> int | Unknown:
     """Anonymous and shared memory of a process and all its descendants."""
     own = _process_bytes(pid)
     if isinstance(own, Unknown):
         return own
-    held = (_process_bytes(child) for child in descendants(pid))
+    held = (_process_bytes(child) for child in descendants(pid, parent_of))
     # A child that ended between the two looks holds nothing any more.
     return own + sum(bytes_ for bytes_ in held if not isinstance(bytes_, Unknown))
 
@@ -125,6 +124,41 @@ def _sum(values: Iterable[int | Unknown]) -> int | Unknown:
             return value
         total += value
     return total
+
+
+class CpuUse:
+    """Busy share of the device's cores between two looks at /proc/stat."""
+
+    def __init__(self, device: DeviceConfig) -> None:
+        self._device = device
+        self._before: tuple[int, int] | None = None
+
+    def sample(self) -> float | Unknown:
+        """The share since the last call."""
+        if self._device.kind != "cpu":
+            return Unknown(NO_NVML)
+        now = _core_ticks(self._device.cpus)
+        before, self._before = self._before, now
+        if now is None or before is None:
+            return Unknown("stat_unreadable" if now is None else "first_sample")
+        busy, total = now[0] - before[0], now[1] - before[1]
+        return busy / total if total > 0 else Unknown("no_time_passed")
+
+
+def _core_ticks(cpus: Sequence[int]) -> tuple[int, int] | None:
+    """Busy and total clock ticks of some cores (proc(5), stat)."""
+    try:
+        lines = (_PROC / "stat").read_text().splitlines()
+    except OSError:
+        return None
+    busy = total = 0
+    for line in lines:
+        name, *fields = line.split()
+        if name.removeprefix("cpu").isdigit() and int(name[3:]) in cpus:
+            user, nice, system, idle, iowait, irq, softirq, steal = map(int, fields[:8])
+            busy += user + nice + system + irq + softirq + steal
+            total += user + nice + system + idle + iowait + irq + softirq + steal
+    return busy, total
 
 
 async def probe_serving(session: aiohttp.ClientSession, url: str, timeout_s: float) -> ServingProbe:

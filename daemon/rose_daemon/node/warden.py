@@ -7,7 +7,7 @@ engine started comes back to it when orphaned, and all of it is killed before th
 
 - Standard input is the lifeline.  rosed holds the other end; when rosed dies, even by SIGKILL, it closes
   and the warden ends the engine: SIGTERM, GRACE_S seconds, SIGKILL.
-- First SIGTERM: terminate the engine.  Second SIGTERM: kill it.
+- SIGTERM: terminate the engine.  SIGUSR1: kill it.
 - If the warden itself dies, the kernel sends the engine's first process SIGTERM (PR_SET_PDEATHSIG).
 - The engine's output goes to LOG; past LOG_BYTES_MAX the file becomes LOG.1 and a new one is begun.
 
@@ -24,9 +24,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
 from typing import BinaryIO
+
+KILL = signal.SIGUSR1
+"""What tells a warden to kill its engine at once."""
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -62,7 +66,7 @@ class Warden:
         self._log = log
         self._grace_s = grace_s
         self._kill_at: float | None = None
-        self._terminations = 0
+        self._stop_wanted = False
         self._wake = -1
         self._engine: subprocess.Popen[bytes] | None = None
 
@@ -75,6 +79,7 @@ class Warden:
         signal.set_wakeup_fd(wake_up, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)  # only to be woken
         signal.signal(signal.SIGTERM, self._on_term)
+        signal.signal(KILL, self._on_kill)
         try:
             engine = subprocess.Popen(  # one thread here, so preexec_fn is safe
                 self._argv,
@@ -88,7 +93,7 @@ class Warden:
             self._log.write(f"rosed: cannot start {self._argv[0]}: {error}\n".encode())
             return 127
         self._engine = engine
-        if self._terminations:  # told to stop while starting
+        if self._stop_wanted:  # told to stop while starting
             self._terminate()
         self._watch(engine)
         self._kill_all()
@@ -149,11 +154,12 @@ class Warden:
         return alive
 
     def _on_term(self, _signal: int, _frame: FrameType | None) -> None:
-        self._terminations += 1
-        if self._terminations == 1:
-            self._terminate()
-        else:
-            self._kill_at = 0.0
+        self._stop_wanted = True
+        self._terminate()
+
+    def _on_kill(self, _signal: int, _frame: FrameType | None) -> None:
+        self._stop_wanted = True
+        self._kill_at = 0.0
 
     def _terminate(self) -> None:
         # Not through Popen, which would collect the exit status that `_reap` waits for.
@@ -170,7 +176,7 @@ class Warden:
             time.sleep(0.01)
 
 
-def _parents() -> dict[int, int]:
+def parents() -> dict[int, int]:
     """pid -> parent pid of every process that runs (proc(5): fields 3 and 4 of stat, after the name)."""
     found: dict[int, int] = {}
     for entry in Path("/proc").iterdir():
@@ -182,13 +188,13 @@ def _parents() -> dict[int, int]:
     return found
 
 
-def descendants(pid: int) -> list[int]:
-    """Children of a process, their children, and so on."""
-    parents = _parents()
+def descendants(pid: int, parent_of: Mapping[int, int] | None = None) -> list[int]:
+    """Children of a process, their children, and so on; `parent_of` is a recent answer of `parents`."""
+    known = parents() if parent_of is None else parent_of
     found: list[int] = []
     level = {pid}
     while level:
-        level = {child for child, parent in parents.items() if parent in level}
+        level = {child for child, parent in known.items() if parent in level}
         found += level
     return found
 

@@ -1,0 +1,287 @@
+"""rosed's loop: observations become events for the node machine, and its effects are carried out.
+
+Everything runs in one asyncio loop; the only threads are short-lived ones that read /proc and weight files.
+The machine is fed by one queue, so that an event that arises while effects are carried out waits its turn.
+Gates are renewed at the end of every tick and by nothing else: a loop that hangs lets them close.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Coroutine
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, assert_never
+
+import aiohttp
+import msgspec
+import structlog
+
+from rose.boards import BoardPaths, WatchedBoard
+from rose.config import Config
+from rose.core.effects import (
+    ApplyVersion,
+    NodeEffect,
+    PublishGate,
+    PullVersion,
+    ReportNow,
+    Say,
+    StartEngine,
+    StopEngine,
+)
+from rose.core.events import (
+    MemoryObserved,
+    NodeEvent,
+    ReplicaObserved,
+    ReplicaReport,
+    ServingObserved,
+    ShutdownRequested,
+    Tick,
+)
+from rose.core.node import NodeMachine
+from rose.core.readings import ReplicaReading, SlackReading, Unknown
+from rose.units import NS_PER_S, ReplicaId, ms_to_ns
+from rose.weights.relay import Relay
+from rose_daemon import sdnotify
+from rose_daemon.node import telemetry
+from rose_daemon.node.engine_http import EngineClient
+from rose_daemon.node.engines import CommandBuilder, Engines
+from rose_daemon.node.gates import Gates
+from rose_daemon.node.journal import Journal
+from rose_daemon.node.link import SchedulerLink
+from rose_daemon.node.settings import node_settings, stop_grace_ns
+from rose_daemon.node.status import Surroundings, status_body
+from rose_daemon.node.telemetry import ServingProbe
+from rose_daemon.node.weights import WeightAgent
+
+_MEMORY_PERIOD_S = 1.0
+_NOT_PROBED = Unknown("not_observed")
+
+log = structlog.get_logger("rosed")
+
+
+class NodeDriver:
+    """One host's daemon, without its control socket and metrics port.
+
+    `config` names a port for every replica.  Use `run` once, and `stop` from anywhere in the loop to end it.
+    """
+
+    def __init__(
+        self, config: Config, token: str, relay: Relay, session: aiohttp.ClientSession, build: CommandBuilder
+    ) -> None:
+        self.config = config
+        self.machine = NodeMachine(node_settings(config))
+        paths = BoardPaths(Path(config.node.run_dir))
+        self._slack = WatchedBoard(paths.slack(config.serving.name), SlackReading)
+        self._replica_boards = {
+            section.id: WatchedBoard(paths.replica(section.id), ReplicaReading) for section in config.replicas
+        }
+        self._stale_ns = ms_to_ns(config.admission.board_stale_ms)
+        self.gates = Gates(paths, ms_to_ns(config.node.gate_lease_ms))
+        self._journal = Journal(Path(config.node.state_dir) / "journal.jsonl", config.node.journal_bytes_max)
+        self.engines = Engines(
+            config, build, lambda url: EngineClient(session, url, token), self.emit, self._run_errand
+        )
+        self.link = SchedulerLink(config, self.reports, self.emit, time.monotonic_ns)
+        self.weights = WeightAgent(config, relay, self.engines, self.emit, time.monotonic_ns)
+        self._session = session
+        self._probe = ServingProbe(_NOT_PROBED, _NOT_PROBED)
+        self._cpu = telemetry.CpuUse(config.device)
+        self._utilisation: float | Unknown = _NOT_PROBED
+        self._queue: deque[NodeEvent] = deque()
+        self._feeding = False
+        self._stopping = asyncio.Event()
+        self._failure: BaseException | None = None
+        self._errands: set[asyncio.Task[None]] = set()
+        self._started_at = datetime.now(UTC)
+        self._started_ns = time.monotonic_ns()
+
+    # ---- events and effects ---------------------------------------------------------------------
+
+    def emit(self, event: NodeEvent) -> None:
+        """Feed the machine, and carry out what it decides."""
+        self._queue.append(event)
+        if self._feeding:
+            return
+        self._feeding = True
+        try:
+            while self._queue:
+                self.decide(self._queue.popleft())
+        finally:
+            self._feeding = False
+
+    def decide(self, event: NodeEvent) -> list[NodeEffect]:
+        """Feed one event and carry out its effects; answers them.  For operators' orders; all else emits."""
+        now_ns = time.monotonic_ns()
+        effects = self.machine.step(event, now_ns)
+        self._journal.write(now_ns, event, effects)
+        for effect in effects:
+            self._carry_out(effect, now_ns)
+        return effects
+
+    def _carry_out(self, effect: NodeEffect, now_ns: int) -> None:
+        match effect:
+            case Say(level=level, code=code, text=text, subject=subject):
+                log.log(_LEVELS[level], text, code=code, subject=subject)
+            case StartEngine(replica=replica, attempt=attempt):
+                self._clear_replica_board(replica)
+                self.engines.start(replica, attempt)
+            case StopEngine(replica=replica, grace_ns=grace_ns, reason=reason):
+                self.engines.stop(replica, grace_ns / NS_PER_S, reason)
+            case PublishGate(replica=replica, policy=policy):
+                self.gates.publish(replica, policy, now_ns)
+            case PullVersion():
+                self._run_errand(self.weights.pull(effect))
+            case ApplyVersion():
+                self._run_errand(self.weights.apply(effect))
+            case ReportNow():
+                self.link.report_now()
+            case _:
+                assert_never(effect)
+
+    def _clear_replica_board(self, replica: ReplicaId) -> None:
+        """Take away what a former engine left, so that its last words are not taken for the new one's."""
+        self._replica_boards[replica].path.unlink(missing_ok=True)
+
+    def _run_errand(self, errand: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(errand)
+        self._errands.add(task)
+        task.add_done_callback(self._errand_done)
+        return task
+
+    def _errand_done(self, task: asyncio.Task[None]) -> None:
+        self._errands.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            # A fault of ours.  The machine waits for an outcome that will not come: end, and be restarted.
+            log.critical("errand failed", code="internal_error", error=repr(error))
+            self._failure = error
+            self._stopping.set()
+
+    def reports(self) -> tuple[ReplicaReport, ...]:
+        """What the scheduler is told; KV use of serving falls back on its metrics."""
+        share = self._probe.kv_used_share
+        if isinstance(share, Unknown):
+            return self.machine.reports()
+        return tuple(
+            msgspec.structs.replace(report, serving_kv_used_share=share)
+            if report.serving_kv_used_share is None and report.kind == "opportunistic"
+            else report
+            for report in self.machine.reports()
+        )
+
+    # ---- life -----------------------------------------------------------------------------------
+
+    def stop(self) -> None:
+        """Begin the ordered shutdown; a second call kills the engines at once."""
+        if self._stopping.is_set():
+            self.engines.kill()
+        self._stopping.set()
+
+    async def run(self) -> None:
+        """Until `stop`.  Whatever way it ends, engines and boards of ours are gone afterwards."""
+        tasks = [
+            asyncio.create_task(work, name=name)
+            for name, work in (
+                ("tick", self._tick()),
+                ("memory", self._watch_memory()),
+                ("serving", self._watch_serving()),
+                ("relay", self.weights.watch()),
+                ("scheduler", self.link.run()),
+            )
+        ]
+        stopping = asyncio.create_task(self._stopping.wait())
+        try:
+            await asyncio.wait({stopping, *tasks}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stopping.cancel()
+            await self._shut_down(tasks)
+        for task in tasks:
+            if not task.cancelled() and (error := task.exception()) is not None:
+                raise error
+        if self._failure is not None:
+            raise self._failure
+
+    async def _shut_down(self, tasks: list[asyncio.Task[None]]) -> None:
+        """In order: no new work, the scheduler knows, gates closed, engines ended, traces removed."""
+        sdnotify.notify("STOPPING=1")
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.link.close()
+        self.emit(ShutdownRequested())
+        self.gates.close()
+        await self.engines.close(stop_grace_ns(self.config) / NS_PER_S)
+        for errand in self._errands:
+            errand.cancel()
+        await asyncio.gather(*self._errands, return_exceptions=True)
+        for board in self._replica_boards.values():
+            board.path.unlink(missing_ok=True)
+        self._journal.close()
+
+    async def _tick(self) -> None:
+        period_s = self.config.node.tick_ms / 1000
+        watchdog_s = sdnotify.watchdog_period_s()
+        loop = asyncio.get_running_loop()
+        next_s = watchdog_at_s = loop.time()
+        while True:
+            now_ns = time.monotonic_ns()
+            self._observe_boards(now_ns)
+            self.emit(Tick())
+            self.gates.renew(time.monotonic_ns())
+            self._journal.flush()
+            if watchdog_s is not None and loop.time() >= watchdog_at_s:
+                sdnotify.notify("WATCHDOG=1")
+                watchdog_at_s = loop.time() + watchdog_s
+            # A late tick is not made up for: the next one comes a full period later.
+            next_s = max(next_s + period_s, loop.time())
+            await asyncio.sleep(next_s - loop.time())
+
+    def _observe_boards(self, now_ns: int) -> None:
+        if self.config.serving.url:
+            slack = self._slack.read(now_ns, self._stale_ns)
+            self.emit(ServingObserved(slack, self._probe.healthy))
+        for replica, board in self._replica_boards.items():
+            self.emit(ReplicaObserved(replica, board.read(now_ns, self._stale_ns)))
+
+    async def _watch_memory(self) -> None:
+        while True:
+            self._utilisation = self._cpu.sample()
+            self.emit(await asyncio.to_thread(self._read_memory))
+            await asyncio.sleep(_MEMORY_PERIOD_S)
+
+    def _read_memory(self) -> MemoryObserved:
+        lent = (section.id for section in self.config.replicas if section.kind == "opportunistic")
+        pids = [engine.pid for replica in lent if (engine := self.engines.get(replica))]
+        serving = self._slack.owner if self.config.serving.url else None
+        return telemetry.device_memory(self.config.device, serving, pids)
+
+    async def _watch_serving(self) -> None:
+        period_s = self.config.serving.probe_ms / 1000
+        while self.config.serving.url:
+            url = self.config.serving.url.rstrip("/")
+            self._probe = await telemetry.probe_serving(self._session, url, max(1.0, period_s))
+            await asyncio.sleep(period_s)
+        await asyncio.Event().wait()
+
+    # ---- what operators see ---------------------------------------------------------------------
+
+    def status(self) -> dict[str, Any]:
+        """JSON of `rose status`."""
+        leases = {replica: lease.job for replica, lease in self.link.leases.items()}
+        around = Surroundings(
+            started_at=self._started_at,
+            uptime_s=(time.monotonic_ns() - self._started_ns) / NS_PER_S,
+            utilisation=self._utilisation,
+            scheduler_address=self.link.address,
+            serving_kv_used_share=self._probe.kv_used_share,
+            turns_in_flight=self.link.turns_in_flight if self.link.registered else None,
+            leases=leases,
+            relay_error=self.weights.relay_error,
+            journal_lost=self._journal.lost,
+        )
+        return status_body(self.config, self.machine.view(), around, self.weights.history)
+
+
+_LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40, "critical": 50}

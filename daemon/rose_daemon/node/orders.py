@@ -1,0 +1,64 @@
+"""What rosed answers on its control socket."""
+
+from __future__ import annotations
+
+from typing import Any, assert_never
+
+from rose import wire
+from rose.core.effects import Say
+from rose.core.events import DrainRequested, GateOverridden, ReclaimRequested
+from rose.core.nodeview import ReplicaView
+from rose.core.readings import GateMode
+from rose.errors import ConfigError, NotFound, RoseError
+from rose.units import ReplicaId
+from rose_daemon.node.driver import NodeDriver
+
+_MODES = {"closed": GateMode.CLOSED, "strict": GateMode.STRICT, "open": GateMode.OPEN}
+
+
+class Orders:
+    """Operators' requests, turned into events for the machine."""
+
+    def __init__(self, driver: NodeDriver) -> None:
+        self._driver = driver
+
+    async def answer(self, request: wire.ControlRequest) -> wire.Reply:
+        """The reply to a request.  Raises RoseError with what to tell the operator."""
+        return wire.Reply(body=self._body(request))
+
+    def _body(self, request: wire.ControlRequest) -> dict[str, Any]:
+        match request:
+            case wire.StatusRequest():
+                return self._driver.status()
+            case wire.ReclaimRequest(replica=replica, reason=reason):
+                return self._reclaim(replica, reason)
+            case wire.GateRequest(replica=replica, mode=mode):
+                return self._gate(replica, mode)
+            case wire.DrainRequest(replica=replica, drain=drain):
+                self._view(replica)
+                self._driver.decide(DrainRequested(replica, drain))
+                return {"state": self._view(replica).state}
+            case _:
+                assert_never(request)
+
+    def _reclaim(self, replica: ReplicaId, reason: str) -> dict[str, Any]:
+        self._view(replica)
+        for effect in self._driver.decide(ReclaimRequested(replica, reason)):
+            if isinstance(effect, Say) and effect.code == "reclaim_ignored":
+                raise RoseError(f"{replica}: {effect.text}")
+        memory = self._view(replica).memory
+        assert memory is not None  # or the request would have been ignored
+        return {"kv_budget_blocks": memory.budget_blocks, "state": memory.state}
+
+    def _gate(self, replica: ReplicaId, mode: str | None) -> dict[str, Any]:
+        if mode is not None and mode not in _MODES:
+            raise ConfigError(f"{mode!r} is no gate mode", f"one of {', '.join(_MODES)}")
+        self._view(replica)
+        self._driver.decide(GateOverridden(replica, None if mode is None else int(_MODES[mode])))
+        return {"mode": self._view(replica).gate.mode}
+
+    def _view(self, replica: ReplicaId) -> ReplicaView:
+        views = {view.id: view for view in self._driver.machine.view().replicas}
+        if replica not in views:
+            raise NotFound(f"this host has no replica {replica}", f"it has: {', '.join(views) or 'none'}")
+        return views[replica]

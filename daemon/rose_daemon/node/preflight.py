@@ -1,0 +1,113 @@
+"""Checks before anything is started, so that a mistake is one clear line and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from pathlib import Path
+
+import msgspec
+
+from rose.boards import BoardPaths, BoardReader
+from rose.config import Config, ReplicaConfig
+from rose.core.readings import GatePolicy
+from rose.errors import ConfigError, NotReady
+from rose_daemon.node.engines import free_port, port_is_free
+
+
+def check_host(config: Config) -> None:
+    """Whether this host has what `rose.toml` names.  Changes nothing.  Raises ConfigError or NotReady."""
+    for section in config.replicas:
+        _check_model(section)
+        _check_cores(section.id, (*section.cpus, *section.api_cpus))
+        if section.port and not port_is_free(section.host, section.port):
+            raise NotReady(
+                f"replica {section.id}: port {section.port} on {section.host} is in use",
+                f"end what listens there, or change replicas.{section.id}.port (0 takes a free one)",
+            )
+        _check_gate(config, section)
+    if config.device.kind == "cpu":
+        _check_cores("device", config.device.cpus)
+    if (port := config.node.metrics_port) and not port_is_free("127.0.0.1", port):
+        raise NotReady(f"port {port} for metrics is in use", "change node.metrics_port (0 turns metrics off)")
+    _check_token(config.engine_token_file)
+
+
+def prepare_host(config: Config) -> None:
+    """Make the directories and the token of this host.  Raises ConfigError."""
+    for key, directory in (("state_dir", config.node.state_dir), ("run_dir", config.node.run_dir)):
+        try:
+            Path(directory).mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"node.{key}: {directory} cannot be made: {error.strerror}") from None
+        if not os.access(directory, os.R_OK | os.W_OK | os.X_OK):
+            raise ConfigError(f"node.{key}: {directory} is not writable", "check its owner and mode")
+    make_token(config.engine_token_file)
+
+
+def with_ports(config: Config) -> Config:
+    """The same configuration, with a free port for every replica that asks for any."""
+    replicas = tuple(
+        section if section.port else msgspec.structs.replace(section, port=free_port(section.host))
+        for section in config.replicas
+    )
+    return msgspec.structs.replace(config, replicas=replicas)
+
+
+def make_token(path: Path) -> None:
+    """Write a new token unless there is one.  Raises ConfigError."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        return
+    except OSError as error:
+        raise ConfigError(f"node.token_file: {path} cannot be written: {error.strerror}") from None
+    with os.fdopen(descriptor, "w", encoding="ascii") as file:
+        file.write(secrets.token_hex(32) + "\n")
+
+
+def read_token(path: Path) -> str:
+    """The token shared with the engines.  Raises ConfigError."""
+    try:
+        token = path.read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"node.token_file: {path} cannot be read: {error}") from None
+    if not token:
+        raise ConfigError(f"node.token_file: {path} is empty", "delete it: rosed makes a new one")
+    return token
+
+
+def _check_model(section: ReplicaConfig) -> None:
+    model = Path(section.model)
+    key = f"replicas.{section.id}.model"
+    if not model.is_dir():
+        raise ConfigError(f"{key}: {model}: no such directory", "name a checkpoint directory on this host")
+    if not (model / "config.json").is_file():
+        raise ConfigError(f"{key}: {model} has no config.json", "name a Hugging Face checkpoint directory")
+
+
+def _check_cores(who: str, cores: tuple[int, ...]) -> None:
+    present = range(os.cpu_count() or 1)
+    missing = sorted(core for core in set(cores) if core not in present)
+    if missing:
+        raise ConfigError(f"{who}: this host has no core {missing[0]}", f"it has {len(present)}, from 0 on")
+
+
+def _check_gate(config: Config, section: ReplicaConfig) -> None:
+    """Two daemons that write one gate board would undo each other's decisions."""
+    path = BoardPaths(Path(config.node.run_dir)).gate(section.id)
+    try:
+        owner = BoardReader(path, GatePolicy).owner
+    except (OSError, ValueError):
+        return
+    if owner.pid != os.getpid() and owner.alive():
+        raise NotReady(
+            f"replica {section.id}: another rosed (pid {owner.pid}) writes {path}",
+            "stop it, or give this one its own node.run_dir",
+        )
+
+
+def _check_token(path: Path) -> None:
+    if path.exists() and path.stat().st_mode & 0o077:
+        raise ConfigError(f"node.token_file: {path} can be read by others", f"chmod 600 {path}")

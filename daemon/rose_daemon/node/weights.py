@@ -1,0 +1,191 @@
+"""The weight agent: watches the relay, stages versions on this host, and updates engines.
+
+A version counts as applied only when the digests that the engine computes from its live parameters equal
+those of the trainer, for every parameter.
+
+Versions that an earlier rosed staged are not trusted by their name: another run of the job may have made
+them.  They are used once the relay names the same manifest, at the price of reading them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import structlog
+
+from rose.config import Config
+from rose.core.effects import ApplyVersion, PullVersion
+from rose.core.events import (
+    NodeEvent,
+    VersionAvailable,
+    VersionStaged,
+    VersionStageFailed,
+    WeightsApplied,
+    WeightsRefused,
+)
+from rose.errors import CorruptDelta, RoseError
+from rose.units import NS_PER_MS, WeightVersion
+from rose.weights import container, receiver
+from rose.weights.manifest import Manifest
+from rose.weights.relay import Relay
+from rose.weights.store import WeightStore
+from rose_daemon.node.engine_http import Digests, EngineClient, EngineRefused, EngineUnreachable, UpdateAnswer
+from rose_daemon.node.engines import Engines
+from rose_daemon.node.updates import Update, UpdateHistory
+
+_POLL_WAIT_S = 20.0
+_BACKOFF_S = (0.5, 15.0)
+
+log = structlog.get_logger("rosed.weights")
+
+
+class WeightAgent:
+    """Carries out PullVersion and ApplyVersion, and reports every version that the relay has.
+
+    The machine asks for one pull at a time and one update an engine at a time; each has a deadline.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        relay: Relay,
+        engines: Engines,
+        emit: Callable[[NodeEvent], None],
+        clock_ns: Callable[[], int],
+    ) -> None:
+        self._job = config.job.id
+        self._timeout_s = config.node.weights_timeout_s
+        self._store = WeightStore(Path(config.node.state_dir))
+        self._relay = relay
+        self._engines = engines
+        self._emit = emit
+        self._clock_ns = clock_ns
+        self.history = UpdateHistory()
+        self.relay_error = ""
+        """Why the relay could not be asked last time; empty while it answers."""
+
+    async def watch(self) -> None:
+        """Report new versions until cancelled; outlives any fault of the relay."""
+        known = WeightVersion(0)
+        backoff_s = _BACKOFF_S[0]
+        while True:
+            try:
+                newest = await self._relay.latest(self._job, known, _POLL_WAIT_S)
+                versions = () if newest is None else (await self._relay.stat(self._job)).versions
+            except RoseError as error:
+                if not self.relay_error:
+                    log.warning("relay cannot be asked", code="relay_unavailable", error=str(error))
+                self.relay_error = error.what
+                await asyncio.sleep(backoff_s)
+                backoff_s = min(2 * backoff_s, _BACKOFF_S[1])
+                continue
+            self.relay_error, backoff_s = "", _BACKOFF_S[0]
+            for version in versions:
+                if version > known:
+                    self._emit(VersionAvailable(self._job, version))
+                    known = version
+
+    async def pull(self, order: PullVersion) -> None:
+        """Stage a version; VersionStaged or VersionStageFailed follows."""
+        try:
+            directory = self._store.directory(order.job)
+            path = await receiver.pull(
+                self._relay, order.job, order.version, directory, timeout_s=self._timeout_s
+            )
+            manifest = await asyncio.to_thread(container.read_manifest, path)
+        except CorruptDelta as error:
+            self._stage_failed(order, f"corrupt_version: {error.what}")
+        except RoseError as error:
+            self._stage_failed(order, f"relay: {error.what}")
+        except OSError as error:
+            self._stage_failed(order, f"store: {error}")
+        else:
+            log.info(
+                "version staged",
+                code="staged",
+                job=order.job,
+                version=order.version,
+                delta_bytes=manifest.delta_bytes,
+            )
+            self._emit(VersionStaged(order.job, order.version, manifest.base_version, str(path)))
+
+    async def apply(self, order: ApplyVersion) -> None:
+        """Update an engine and check its digests; WeightsApplied or WeightsRefused follows."""
+        engine = self._engines.get(order.replica)
+        if engine is None:
+            self._emit(WeightsRefused(order.replica, order.version, None, "engine_gone"))
+            return
+        started_ns = self._clock_ns()
+        held: WeightVersion | None = None
+        try:
+            manifest = await asyncio.to_thread(container.read_manifest, Path(order.path))
+            answer = await self._update(engine.client, order)
+            live = await engine.client.digests(self._timeout_s)
+            reason = _difference(manifest, live)
+        except EngineRefused as error:
+            reason = f"{error.error}: {error.what}"
+            held = None if error.version_held is None else WeightVersion(error.version_held)
+        except EngineUnreachable as error:
+            reason = f"engine_unreachable: {error.what}"
+        except (CorruptDelta, OSError) as error:
+            reason = f"corrupt_version: {error}"
+        else:
+            if not reason:
+                self._note(order, started_ns, manifest=manifest, answer=answer)
+                self._emit(WeightsApplied(order.replica, order.version))
+                return
+        self._note(order, started_ns, reason=reason)
+        self._emit(WeightsRefused(order.replica, order.version, held, reason))
+
+    def _stage_failed(self, order: PullVersion, reason: str) -> None:
+        self._emit(VersionStageFailed(order.job, order.version, reason))
+
+    async def _update(self, client: EngineClient, order: ApplyVersion) -> UpdateAnswer:
+        return await client.update(
+            order.version,
+            order.base_version,
+            order.path,
+            abort_in_flight=order.abort_in_flight,
+            timeout_s=self._timeout_s,
+        )
+
+    def _note(
+        self,
+        order: ApplyVersion,
+        started_ns: int,
+        *,
+        reason: str = "",
+        manifest: Manifest | None = None,
+        answer: UpdateAnswer | None = None,
+    ) -> None:
+        now_ns = self._clock_ns()
+        update = Update(
+            replica=order.replica,
+            version=order.version,
+            base_version=order.base_version,
+            ok=not reason,
+            reason=reason,
+            at_ns=now_ns,
+            total_ms=(now_ns - started_ns) / NS_PER_MS,
+            engine_ms=answer.ms if answer else {},
+            changed=answer.changed if answer else 0,
+            delta_bytes=manifest.delta_bytes if manifest else 0,
+            dense_bytes=manifest.dense_bytes if manifest else 0,
+            parameters_verified=len(manifest.parameters) if manifest else 0,
+        )
+        self.history.add(update)
+        log.info("weights", code="applied" if update.ok else "refused", **msgspec.to_builtins(update))
+
+
+def _difference(manifest: Manifest, live: Digests) -> str:
+    """Why the engine does not run this version, by its own digests; empty if it does."""
+    if live.version != manifest.version:
+        return f"wrong_version: the engine says {live.version} after an update to {manifest.version}"
+    wanted = manifest.target_digests
+    wrong = sorted(name for name, digest in wanted.items() if live.digests.get(name) != digest)
+    if wrong:
+        return f"digest_mismatch: {len(wrong)} of {len(wanted)} parameters, first {wrong[0]}"
+    return ""
