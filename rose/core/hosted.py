@@ -28,6 +28,8 @@ class HostedReplica:
             self.memory = MemoryPolicy(msgspec.structs.replace(node.memory, block_bytes=settings.block_bytes))
         self.reading: ReplicaReading | Unknown = Unknown("not_observed")
         self.override: GateMode | None = None
+        self.retired = False
+        """The node is shutting down."""
         self.revision = 0
         self.published: GatePolicy | None = None
         self.refusals = 0
@@ -46,7 +48,7 @@ class HostedReplica:
         """
         if self.memory is None:
             return GateMode.OPEN if self.override is None else self.override
-        useless = self.life.state in {ReplicaState.FAILED, ReplicaState.STOPPING}
+        useless = self.retired or self.life.state in {ReplicaState.FAILED, ReplicaState.STOPPING}
         if useless or (self.life.draining and self._idle):
             return GateMode.CLOSED
         return self._node.gate_mode if self.override is None else self.override
@@ -139,6 +141,11 @@ class HostedReplica:
         if self.memory:
             self.memory.engine_gone(now_ns)
         return True
+
+    def retire(self, now_ns: int) -> list[NodeEffect]:
+        """The node shuts down: end the engine, whoever started it."""
+        self.retired = True
+        return self.life.stop("shutdown", now_ns)
 
     def drain(self, drain: bool) -> None:
         """Out of use, or back in use with a clean slate."""

@@ -149,7 +149,7 @@ class NodeMachine:
         if not hosted.ready(event.weight_version, self._now_ns, adopted=event.adopted):
             return []
         if self._shutting_down:
-            return hosted.life.stop("shutdown", self._now_ns)
+            return hosted.retire(self._now_ns)
         text = f"engine {'found running' if event.adopted else 'ready'} on version {event.weight_version}"
         return [Say("info", "engine_ready", text, event.replica)]
 
@@ -253,7 +253,7 @@ class NodeMachine:
         self._shutting_down = True
         effects: list[NodeEffect] = []
         for hosted in self.replicas.values():
-            effects += hosted.life.stop("shutdown", self._now_ns)
+            effects += hosted.retire(self._now_ns)
         return effects
 
     # ---- what follows from any event ------------------------------------------------------------
