@@ -16,6 +16,7 @@ import ctypes
 import mmap
 import os
 import platform
+import select
 import struct
 import zlib
 from pathlib import Path
@@ -59,6 +60,39 @@ class Owner(NamedTuple):
     def alive(self) -> bool:
         """Whether that very process still runs (a zombie does not)."""
         return self.start_ticks != 0 and process_start_ticks(self.pid) == self.start_ticks
+
+
+class _Life:
+    """Watches one process through a pidfd: cheaper than proc(5), and never fooled by a reused pid."""
+
+    def __init__(self, owner: Owner) -> None:
+        self.owner = owner
+        self._over = False
+        self._poll: select.poll | None = None
+        self._descriptor = -1
+        try:
+            self._descriptor = os.pidfd_open(owner.pid)
+        except ProcessLookupError:
+            self._over = True
+        except (OSError, ValueError, OverflowError):
+            return  # no pidfd here (old kernel, seccomp) or a senseless pid: proc(5) has to tell
+        else:
+            self._poll = select.poll()
+            self._poll.register(self._descriptor, select.POLLIN)
+            self._over = not owner.alive()  # the descriptor may be of a later process
+
+    def goes_on(self) -> bool:
+        """Whether the process still runs."""
+        if self._over:
+            return False
+        if self._poll is None:
+            return self.owner.alive()
+        self._over = bool(self._poll.poll(0))
+        return not self._over
+
+    def __del__(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
 
 
 class _Timespec(ctypes.Structure):
@@ -182,7 +216,7 @@ class WatchedBoard(Generic[RecordT]):
 
     `read(now_ns, limit_ns)` never raises: it answers `Unknown` with `board_missing`, `board_truncated`,
     `board_stale` (record older than `limit_ns`, where word 0 is a stamp; None skips the check) or
-    `owner_gone`.  The owner's life is checked at most every `owner_check_ns`, as that costs a system call.
+    `owner_gone`.  File and owner are checked at most every `owner_check_ns`, as that costs system calls.
     """
 
     def __init__(self, path: Path, kind: type[RecordT], *, owner_check_ns: int = 50_000_000) -> None:
@@ -192,6 +226,7 @@ class WatchedBoard(Generic[RecordT]):
         self._owner_checked_ns = 0
         self._reader: BoardReader[RecordT] | None = None
         self._inode = 0
+        self._life: _Life | None = None
         self._fault = "board_missing"
 
     @property
@@ -218,7 +253,10 @@ class WatchedBoard(Generic[RecordT]):
         except (OSError, ValueError):
             self._reader, self._fault = None, "board_missing"
             return
-        self._fault = "" if self._reader.owner.alive() else "owner_gone"
+        owner = self._reader.owner
+        if self._life is None or self._life.owner != owner:
+            self._life = _Life(owner)
+        self._fault = "" if self._life.goes_on() else "owner_gone"
 
     def read(self, now_ns: int, limit_ns: int | None) -> RecordT | Unknown:
         """The latest record if it is younger than `limit_ns` and its owner lives, else why not."""

@@ -95,7 +95,8 @@ class RolloutMixin:
             self._rose_board.scheduled(output.total_num_scheduled_tokens, scheduled_ns)
             if output.total_num_scheduled_tokens:
                 self._rose_steps.append((output.total_num_scheduled_tokens, scheduled_ns))
-            self._rose_publish()
+            elif self._rose_slept_ns:
+                self._rose_publish()  # otherwise `update_from_output` does, a step later
         ended_ns = time.monotonic_ns()
         self._rose_board.overhead(ended_ns - scheduled_ns + asked_ns - entered_ns - self._rose_slept_ns)
         return output
