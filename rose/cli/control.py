@@ -38,7 +38,9 @@ def ask(path: Path, request: wire.ControlRequest, timeout_s: float = TIMEOUT_S) 
         refusal = RoseError(reply.error, reply.hint)
         refusal.code = _exit(reply.code)
         raise refusal
-    return reply.body or {}
+    if reply.body is None:
+        raise NotReady(f"{path}: the answer is not one of rosed's: it is empty")
+    return reply.body
 
 
 def _exchange(path: Path, line: bytes, timeout_s: float) -> bytes:
