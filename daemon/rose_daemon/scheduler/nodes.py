@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 from collections.abc import Callable
 from urllib.parse import urlsplit
 
@@ -12,6 +11,7 @@ import structlog
 import zmq
 import zmq.asyncio
 
+from rose.config_rules import is_loopback
 from rose.core.cluster import ClusterMachine
 from rose.core.effects import ClusterEffect, GrantLease, RevokeLease, TellStep
 from rose.core.events import ClusterEvent, NodeHeartbeat, NodeLeft, NodeRegistered
@@ -46,12 +46,10 @@ def require_loopback(address: str) -> None:
     if parts.scheme == "ipc" and parts.path:
         return
     try:
-        host = parts.hostname or ""
-        usable = parts.scheme == "tcp" and parts.port is not None
-        loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
+        usable = parts.scheme == "tcp" and parts.port is not None and is_loopback(parts.hostname or "")
     except ValueError:
-        usable = loopback = False
-    if not (usable and loopback):
+        usable = False
+    if not usable:
         raise ConfigError(
             f"scheduler.control: {address!r} is not a loopback address",
             "use tcp://127.0.0.1:<port>; other hosts need CURVE, which is not implemented yet",

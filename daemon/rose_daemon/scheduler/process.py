@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import signal
 import time
 import uuid
@@ -18,6 +17,7 @@ import uvloop
 from aiohttp import web
 
 from rose.config import SchedulerConfig
+from rose.config_rules import is_loopback
 from rose.core.effects import ClusterEffect, DispatchTurn, FailTurn, StopTurn
 from rose.errors import ConfigError, RoseError
 from rose.units import JobId
@@ -52,7 +52,7 @@ def check(config: SchedulerConfig) -> str:
             raise ConfigError(f"scheduler.token_file: {config.token_file}: {error}") from None
         if not token:
             raise ConfigError(f"scheduler.token_file: {config.token_file} is empty")
-    if not token and not _is_loopback(config.gateway_host):
+    if not token and not is_loopback(config.gateway_host):
         raise ConfigError(
             f"scheduler.gateway_host: {config.gateway_host} can be reached from other hosts",
             "set [scheduler] token_file, or listen on 127.0.0.1",
@@ -92,16 +92,12 @@ class Scheduler:
         self.desk = JobDesk(self.store, self.driver.feed)
         self.driver.restore()
         self._runner: web.AppRunner | None = None
+        self._serving: asyncio.Task[None] | None = None
         self.gateway_url = ""
 
-    async def serve(self) -> None:
-        """Run until cancelled, or until a part fails (its error is raised)."""
-        async with asyncio.TaskGroup() as group:
-            group.create_task(self.nodes.run())
-            group.create_task(self.driver.run())
-
-    async def listen(self) -> None:
-        """Open the gateway's port.  Raises RoseError when it cannot be had."""
+    async def start(self) -> None:
+        """Serve nodes and clients from now on.  Raises RoseError when the gateway's port cannot be had."""
+        self._serving = asyncio.create_task(self._serve())
         gateway = Gateway(self.desk, self.dispatcher, self.store.answer)
         sources = Sources(
             job=self._job, status=self.status, metrics=self.telemetry.exposition, drain=self.driver.feed
@@ -131,8 +127,16 @@ class Scheduler:
         bound = self._runner.addresses[0]
         self.gateway_url = f"http://{bound[0]}:{bound[1]}"
 
+    async def failed(self) -> None:
+        """Wait until a part fails, and raise its error."""
+        assert self._serving is not None, "not started"
+        await asyncio.shield(self._serving)
+
     async def close(self) -> None:
         """Answer what is in flight, close all sockets and the store."""
+        if self._serving is not None:
+            self._serving.cancel()
+            await asyncio.gather(self._serving, return_exceptions=True)
         await self.dispatcher.close()
         if self._runner is not None:
             await self._runner.cleanup()
@@ -153,6 +157,11 @@ class Scheduler:
         }
 
     # ---- inside ------------------------------------------------------------------------------------
+
+    async def _serve(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self.nodes.run())
+            group.create_task(self.driver.run())
 
     def _job(self, job: JobId) -> dict[str, Any] | None:
         view = self.driver.machine.job_view(job)
@@ -203,13 +212,10 @@ class Scheduler:
 async def running(config: SchedulerConfig) -> AsyncIterator[Scheduler]:
     """A scheduler that serves inside this loop, for as long as the block runs.  Raises RoseError."""
     scheduler = Scheduler(config)
-    serving = asyncio.create_task(scheduler.serve())
     try:
-        await scheduler.listen()
+        await scheduler.start()
         yield scheduler
     finally:
-        serving.cancel()
-        await asyncio.gather(serving, return_exceptions=True)
         await scheduler.close()
 
 
@@ -218,21 +224,16 @@ async def _main(config: SchedulerConfig) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
-    scheduler = Scheduler(config)
-    serving = asyncio.create_task(scheduler.serve())
-    stopping = asyncio.create_task(stop.wait())
-    try:
-        await scheduler.listen()
+    async with running(config) as scheduler:
         log.info("scheduler_ready", gateway=scheduler.gateway_url, control=scheduler.nodes.address)
-        await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        if serving.done():
-            serving.result()
-    finally:
-        serving.cancel()
+        failed = asyncio.create_task(scheduler.failed())
+        stopping = asyncio.create_task(stop.wait())
+        done, _ = await asyncio.wait({failed, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if failed in done:
+            failed.result()
+        failed.cancel()
         stopping.cancel()
-        await asyncio.gather(serving, stopping, return_exceptions=True)
-        await scheduler.close()
-        log.info("scheduler_stopped")
+    log.info("scheduler_stopped")
 
 
 def run(config: SchedulerConfig) -> None:
@@ -240,9 +241,3 @@ def run(config: SchedulerConfig) -> None:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_main(config))
 
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

@@ -178,53 +178,49 @@ def build_app(gateway: Gateway, control: ControlApi, *, token: str, body_bytes_m
 
 
 @web.middleware
-async def _errors(http: web.Request, handler: Handler) -> web.StreamResponse:
+async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Answer every error in OpenAI's shape."""
     try:
-        return await handler(http)
+        return await handler(request)
     except Refused as refused:
         return _failed(refused.failure)
     except web.HTTPRequestEntityTooLarge as error:
-        text = f"the body is over the limit of {http.client_max_size} bytes"
+        text = f"the body is over the limit of {request.client_max_size} bytes"
         return _failed(Failure(error.status, "body_too_large", text))
     except web.HTTPException as error:
         if error.status < HTTPStatus.BAD_REQUEST:
             raise
         code = error.reason.lower().replace(" ", "_")
-        return _failed(Failure(error.status, code, f"{http.method} {http.path}: {error.reason}"))
+        return _failed(Failure(error.status, code, f"{request.method} {request.path}: {error.reason}"))
 
 
 def _authentication(token: str) -> Middleware:
     expected = f"Bearer {token}".encode()
 
     @web.middleware
-    async def check(http: web.Request, handler: Handler) -> web.StreamResponse:
-        if token and http.path not in _OPEN_PATHS:
-            given = http.headers.get("Authorization", "").encode("utf-8", errors="replace")
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if token and request.path not in _OPEN_PATHS:
+            given = request.headers.get("Authorization", "").encode("utf-8", errors="replace")
             if not hmac.compare_digest(given, expected):
-                failure = Failure(
-                    HTTPStatus.UNAUTHORIZED,
-                    "bad_token",
-                    "send the gateway's token as `Authorization: Bearer ...`",
-                )
-                return _failed(failure)
-        return await handler(http)
+                text = "send the gateway's token as `Authorization: Bearer ...`"
+                return _failed(Failure(HTTPStatus.UNAUTHORIZED, "bad_token", text))
+        return await handler(request)
 
     return check
 
 
 @web.middleware
-async def _whole_body(http: web.Request, handler: Handler) -> web.StreamResponse:
+async def _whole_body(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Read the body before the handler runs, so that a slow sender holds nothing but its connection."""
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
-            await http.read()
+            await request.read()
     except TimeoutError:
         text = f"the body did not come within {BODY_TIMEOUT_S:.0f} s"
         response = _failed(Failure(HTTPStatus.REQUEST_TIMEOUT, "body_timeout", text))
         response.force_close()
         return response
-    return await handler(http)
+    return await handler(request)
 
 
 async def _body(http: web.Request, kind: type[BodyT]) -> BodyT:
