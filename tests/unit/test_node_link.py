@@ -1,0 +1,209 @@
+"""The link to the scheduler, against a scheduler that behaves, restarts, falls silent, or talks nonsense."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+import zmq
+import zmq.asyncio
+from rose_daemon.node.engines import free_port
+from rose_daemon.node.link import SchedulerLink
+
+from rose import wire
+from rose.config import Config, NodeConfig, SchedulerConfig
+from rose.core.events import NodeEvent, ReplicaReport, SchedulerConnected, SchedulerLost, StepBegan
+from rose.errors import ConfigError
+from rose.units import JobId, NodeId, ReplicaId, WeightVersion
+
+REPORT = ReplicaReport(
+    ReplicaId("r"), "dedicated", "ready", "http://127.0.0.1:1", "rollout", WeightVersion(0)
+)
+
+
+class Scheduler:
+    """A ROUTER that records what nodes send."""
+
+    def __init__(self, port: int) -> None:
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.bind(f"tcp://127.0.0.1:{port}")
+        self._peer = b""
+
+    async def receive(self) -> wire.ToScheduler:
+        self._peer, data = await asyncio.wait_for(self._socket.recv_multipart(), 10)
+        return wire.unpack_to_scheduler(data)
+
+    async def send(self, message: wire.ToNode | bytes) -> None:
+        data = message if isinstance(message, bytes) else wire.pack(message)
+        await self._socket.send_multipart([self._peer, data])
+
+    async def welcome(self) -> wire.Register:
+        message = await self.receive()
+        assert isinstance(message, wire.Register)
+        await self.send(wire.Welcome(message.session, "scheduler-1"))
+        return message
+
+    async def heartbeat(self) -> wire.Heartbeat:
+        while True:
+            message = await self.receive()
+            if isinstance(message, wire.Heartbeat):
+                return message
+
+    def close(self) -> None:
+        self._socket.close(linger=0)
+        self._context.term()
+
+
+class Node:
+    def __init__(self, port: int) -> None:
+        self.events: list[NodeEvent] = []
+        config = Config(
+            node=NodeConfig(id=NodeId("n"), heartbeat_ms=50),
+            scheduler=SchedulerConfig(control=f"tcp://127.0.0.1:{port}", suspect_after_ms=300),
+        )
+        self.link = SchedulerLink(config, lambda: (REPORT,), self.events.append, time.monotonic_ns)
+
+    async def event(self, event: NodeEvent) -> None:
+        for _ in range(200):
+            if event in self.events:
+                return
+            await asyncio.sleep(0.02)
+        raise AssertionError(f"no {event} in {self.events}")
+
+
+@asynccontextmanager
+async def node(port: int) -> AsyncIterator[Node]:
+    made = Node(port)
+    task = asyncio.create_task(made.link.run())
+    try:
+        yield made
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await made.link.close()
+
+
+@pytest.fixture
+def port() -> int:
+    return free_port("127.0.0.1")
+
+
+async def test_registers_beats_and_says_goodbye(port: int) -> None:
+    scheduler = Scheduler(port)
+    async with node(port) as made:
+        registration = await scheduler.welcome()
+        assert registration == wire.Register(wire.PROTOCOL, NodeId("n"), registration.session, (REPORT,))
+        await made.event(SchedulerConnected(registration.session))
+        beats = []
+        for _ in range(3):
+            beats.append(await scheduler.heartbeat())
+            await scheduler.send(wire.HeartbeatAck(beats[-1].sequence, {ReplicaId("r"): 4}))
+        assert [beat.sequence for beat in beats] == [1, 2, 3]
+        assert {beat.session for beat in beats} == {registration.session}
+        await scheduler.send(wire.Step(JobId("j"), 3, WeightVersion(2)))
+        await made.event(StepBegan(JobId("j"), 3, WeightVersion(2)))
+        assert made.link.turns_in_flight == {ReplicaId("r"): 4}
+        await scheduler.send(wire.Lease(ReplicaId("r"), JobId("j"), 1, True))
+        await scheduler.send(wire.Step(JobId("j"), 4, WeightVersion(2)))
+        await made.event(StepBegan(JobId("j"), 4, WeightVersion(2)))
+        assert made.link.leases[ReplicaId("r")].job == "j"
+    while not isinstance(message := await scheduler.receive(), wire.Goodbye):
+        pass
+    assert message == wire.Goodbye(NodeId("n"), registration.session)
+    scheduler.close()
+
+
+async def test_waits_for_a_scheduler_that_comes_late(port: int) -> None:
+    async with node(port):
+        await asyncio.sleep(0.3)
+        scheduler = Scheduler(port)
+        await scheduler.welcome()
+        await scheduler.heartbeat()
+    scheduler.close()
+
+
+async def test_registers_again_when_the_scheduler_forgot_it(port: int) -> None:
+    scheduler = Scheduler(port)
+    async with node(port) as made:
+        first = await scheduler.welcome()
+        await scheduler.heartbeat()
+        await scheduler.send(wire.Unregistered(first.session))
+        while not isinstance(second := await scheduler.receive(), wire.Register):
+            pass
+        assert second.session != first.session
+        assert SchedulerLost() in made.events
+        assert not made.link.registered
+        await scheduler.send(wire.Unregistered(first.session))  # late news of the old session
+        await scheduler.send(wire.Welcome(first.session, "scheduler-1"))
+        await scheduler.send(wire.Welcome(second.session, "scheduler-1"))
+        await made.event(SchedulerConnected(second.session))
+        assert made.events.count(SchedulerConnected(first.session)) == 1
+    scheduler.close()
+
+
+async def test_a_silent_scheduler_counts_as_lost_until_it_answers_again(port: int) -> None:
+    scheduler = Scheduler(port)
+    async with node(port) as made:
+        first = await scheduler.welcome()
+        await made.event(SchedulerLost())
+        assert made.link.turns_in_flight == {}
+        while not isinstance(second := await scheduler.receive(), wire.Register):
+            pass
+        assert second.session != first.session
+        await scheduler.send(wire.Welcome(second.session, "scheduler-1"))
+        await made.event(SchedulerConnected(second.session))
+    scheduler.close()
+
+
+async def test_a_restarted_scheduler_finds_the_node_again(port: int) -> None:
+    scheduler = Scheduler(port)
+    async with node(port) as made:
+        first = await scheduler.welcome()
+        await made.event(SchedulerConnected(first.session))
+        scheduler.close()
+        await asyncio.sleep(0.1)
+        scheduler = Scheduler(port)
+        while not isinstance(message := await scheduler.receive(), wire.Register):
+            if isinstance(message, wire.Heartbeat):
+                await scheduler.send(wire.Unregistered(message.session))
+        await scheduler.send(wire.Welcome(message.session, "scheduler-2"))
+        await made.event(SchedulerConnected(message.session))
+    scheduler.close()
+
+
+async def test_nonsense_is_counted_and_dropped(port: int) -> None:
+    scheduler = Scheduler(port)
+    async with node(port) as made:
+        registration = await scheduler.welcome()
+        for garbage in (b"", b"\xc1", b"x" * 1000, wire.pack(registration)):
+            await scheduler.send(garbage)
+        await scheduler.send(wire.Step(JobId("j"), 1, WeightVersion(0)))
+        await made.event(StepBegan(JobId("j"), 1, WeightVersion(0)))
+        assert made.link.garbage == 4
+    scheduler.close()
+
+
+async def test_report_now_does_not_wait_for_the_period(port: int) -> None:
+    scheduler = Scheduler(port)
+    made = Node(port)
+    made.link._heartbeat_s = 30
+    task = asyncio.create_task(made.link.run())
+    registration = await scheduler.welcome()
+    await made.event(SchedulerConnected(registration.session))
+    assert (await scheduler.heartbeat()).sequence == 1
+    made.link.report_now()
+    assert (await scheduler.heartbeat()).sequence == 2
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await made.link.close()
+    scheduler.close()
+
+
+def test_an_open_network_is_refused() -> None:
+    config = Config(scheduler=SchedulerConfig(control="tcp://10.0.0.1:7701"))
+    with pytest.raises(ConfigError, match="CURVE"):
+        SchedulerLink(config, tuple, print, time.monotonic_ns)
