@@ -143,8 +143,9 @@ class Router:
 
     def remove(self, replica: ReplicaId) -> None:
         """Its lease ended; no turn may be in flight there any more."""
-        route = self._routes.pop(replica)
+        route = self._routes[replica]
         assert not route.turns, f"{replica} is removed while it runs {len(route.turns)} turns"
+        del self._routes[replica]
         self._open_routes -= route.open
         route.stamp = -1
 
