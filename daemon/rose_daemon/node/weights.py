@@ -86,12 +86,12 @@ class WeightAgent:
             for version in versions:
                 if version > known:
                     self._emit(VersionAvailable(self._job, version))
-                    known = version
+            known = max(known, newest or known, *versions)
 
     async def pull(self, order: PullVersion) -> None:
         """Stage a version; VersionStaged or VersionStageFailed follows."""
         try:
-            directory = self._store.directory(order.job)
+            directory = self._store.destination(order.job, order.version)
             path = await receiver.pull(
                 self._relay, order.job, order.version, directory, timeout_s=self._timeout_s
             )

@@ -1,0 +1,224 @@
+"""The weight agent: from the relay to verified weights in an engine, and every way that can fail."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import aiohttp
+import pytest
+from aiohttp import web
+from rose_daemon.node.engine_http import EngineClient
+from rose_daemon.node.engines import Engines
+from rose_daemon.node.weights import WeightAgent
+from weight_states import JOB, MemoryRelay, delta, fail_once
+
+from rose.config import Config, JobConfig, NodeConfig
+from rose.core.effects import ApplyVersion, PullVersion
+from rose.core.events import (
+    NodeEvent,
+    VersionAvailable,
+    VersionStaged,
+    VersionStageFailed,
+    WeightsApplied,
+    WeightsRefused,
+)
+from rose.units import JobId, ReplicaId, WeightVersion
+from rose.weights.container import apply_to_state, read_patches
+from rose.weights.digests import digest_state
+
+REPLICA = ReplicaId("r")
+V0, V1 = WeightVersion(0), WeightVersion(1)
+BASE, TARGET, ENCODED = delta()
+
+
+class PollingRelay(MemoryRelay):
+    """Waits a little where a real relay would wait for news."""
+
+    async def latest(self, job: JobId, after: WeightVersion, wait_s: float = 0) -> WeightVersion | None:
+        await asyncio.sleep(0.01)
+        return await super().latest(job, after, wait_s)
+
+
+@dataclass
+class FakeEngine:
+    """The plugin's endpoints over a state held in memory."""
+
+    state: Any = field(default_factory=lambda: BASE)
+    version: int = 0
+    asked: list[dict[str, Any]] = field(default_factory=list)
+    refusal: web.Response | None = None
+    forget_to_apply: bool = False
+    hang: bool = False
+    url: str = ""
+
+    async def update(self, request: web.Request) -> web.Response:
+        assert request.headers["Authorization"] == "Bearer secret"
+        body = await request.json()
+        self.asked.append(body)
+        if self.hang:
+            await asyncio.sleep(60)
+        if self.refusal is not None:
+            return self.refusal
+        patches = read_patches(Path(body["path"]))
+        if not self.forget_to_apply:
+            self.state = apply_to_state(self.state, patches)
+        self.version = body["version"]
+        ms = {"stage": 1.0, "pause": 2.0, "apply": 0.5, "total": 3.5}
+        return web.json_response({"version": self.version, "changed": len(patches), "ms": ms})
+
+    async def digests(self, _: web.Request) -> web.Response:
+        return web.json_response({"version": self.version, "digests": digest_state(self.state)})
+
+
+@dataclass
+class Bench:
+    agent: WeightAgent
+    relay: PollingRelay
+    engine: FakeEngine
+    events: list[NodeEvent]
+
+    async def staged(self) -> VersionStaged:
+        self.relay.publish(ENCODED)
+        await self.agent.pull(PullVersion(JOB, V1, V0))
+        event = self.events.pop()
+        assert isinstance(event, VersionStaged), event
+        return event
+
+    async def apply(self) -> NodeEvent:
+        staged = await self.staged()
+        await self.agent.apply(ApplyVersion(REPLICA, V1, V0, staged.path, abort_in_flight=True))
+        (event,) = self.events
+        return event
+
+
+@pytest.fixture
+async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
+    engine, relay, events = FakeEngine(), PollingRelay(), []
+    application = web.Application()
+    application.router.add_post("/rose/v1/weights/update", engine.update)
+    application.router.add_get("/rose/v1/weights/digests", engine.digests)
+    runner = web.AppRunner(application, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    engine.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    config = Config(
+        node=NodeConfig(state_dir=str(tmp_path), weights_timeout_s=1),
+        job=JobConfig(id=JOB),
+    )
+    async with aiohttp.ClientSession() as session:
+        running = SimpleNamespace(client=EngineClient(session, engine.url, "secret"))
+        engines = SimpleNamespace(get=lambda replica: running if replica == REPLICA else None)
+        agent = WeightAgent(config, relay, cast("Engines", engines), events.append, time.monotonic_ns)
+        yield Bench(agent, relay, engine, events)
+    await runner.cleanup()
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+async def test_an_update_is_applied_and_verified(bench: Bench) -> None:
+    assert await bench.apply() == WeightsApplied(REPLICA, V1)
+    assert bench.engine.asked == [
+        {
+            "version": 1,
+            "base_version": 0,
+            "path": bench.engine.asked[0]["path"],
+            "abort_in_flight": True,
+        }
+    ]
+    update = bench.agent.history.latest(REPLICA)
+    assert update is not None
+    assert update.ok
+    assert update.engine_ms["pause"] == 2.0
+    assert update.delta_bytes == ENCODED.manifest.delta_bytes
+    assert update.parameters_verified == len(ENCODED.manifest.parameters)
+
+
+async def test_an_engine_that_says_done_without_doing_it_is_found_out(bench: Bench) -> None:
+    bench.engine.forget_to_apply = True
+    event = await bench.apply()
+    assert isinstance(event, WeightsRefused)
+    assert event.reason.startswith("digest_mismatch: ")
+    assert event.version_held is None  # nobody knows what it runs
+    assert (bench.agent.history.applied, bench.agent.history.refused) == (0, 1)
+
+
+async def test_a_wrong_base_is_told_with_what_is_held(bench: Bench) -> None:
+    body = {"error": "wrong_base", "version_held": 7}
+    bench.engine.refusal = web.json_response(body, status=409)
+    event = await bench.apply()
+    assert isinstance(event, WeightsRefused)
+    assert event.version_held == 7
+    assert event.reason.startswith("wrong_base")
+
+
+@pytest.mark.parametrize(
+    ("status", "text"), [(422, '{"error": "corrupt_delta"}'), (500, "oops"), (200, "[]")]
+)
+async def test_other_refusals(bench: Bench, status: int, text: str) -> None:
+    bench.engine.refusal = web.Response(status=status, text=text)
+    event = await bench.apply()
+    assert isinstance(event, WeightsRefused)
+    assert event.version_held is None
+
+
+async def test_an_engine_that_hangs_is_given_up(bench: Bench) -> None:
+    bench.engine.hang = True
+    event = await bench.apply()
+    assert isinstance(event, WeightsRefused)
+    assert event.reason.startswith("engine_unreachable")
+
+
+async def test_an_engine_that_is_gone(bench: Bench) -> None:
+    order = ApplyVersion(ReplicaId("other"), V1, V0, "/nowhere", abort_in_flight=False)
+    await bench.agent.apply(order)
+    assert bench.events == [WeightsRefused(ReplicaId("other"), V1, None, "engine_gone")]
+
+
+async def test_files_that_vanished_or_rotted_are_not_sent_to_the_engine(bench: Bench) -> None:
+    staged = await bench.staged()
+    (Path(staged.path) / "manifest.json").write_bytes(b"{}")
+    for path in (staged.path, "/no/such/version"):
+        await bench.agent.apply(ApplyVersion(REPLICA, V1, V0, path, abort_in_flight=True))
+        event = bench.events.pop()
+        assert isinstance(event, WeightsRefused)
+        assert event.reason.startswith("corrupt_version")
+    assert bench.engine.asked == []
+
+
+async def test_pulls_that_fail_say_why(bench: Bench) -> None:
+    await bench.agent.pull(PullVersion(JOB, V1, V0))
+    bench.relay.publish(ENCODED)
+    bench.relay.before = fail_once("get_into")
+    await bench.agent.pull(PullVersion(JOB, V1, V0))
+    bench.relay.before = fail_once("get_into", OSError(28, "No space left on device"))
+    await bench.agent.pull(PullVersion(JOB, V1, V0))
+    reasons = [event.reason.split(":")[0] for event in bench.events if isinstance(event, VersionStageFailed)]
+    assert reasons == ["relay", "relay", "store"]
+    await bench.agent.pull(PullVersion(JOB, V1, V0))
+    assert isinstance(bench.events[-1], VersionStaged)
+
+
+async def test_every_version_is_reported_once_whatever_the_relay_does(bench: Bench) -> None:
+    bench.relay.before = fail_once("latest")
+    watching = asyncio.create_task(bench.agent.watch())
+    await until(lambda: bench.agent.relay_error)
+    first, second = delta(1)[2], delta(2)[2]
+    bench.relay.publish(first)
+    bench.relay.publish(second)
+    wanted = [VersionAvailable(JOB, V1), VersionAvailable(JOB, WeightVersion(2))]
+    await until(lambda: bench.events == wanted)
+    assert bench.agent.relay_error == ""
+    await asyncio.sleep(0.1)
+    assert bench.events == wanted
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)
