@@ -61,7 +61,7 @@ class Publisher:
     """Publishes the weight versions of one job.  One thread, one publisher per job.
 
     The state given to `publish` maps checkpoint names to torch tensors (any device), NumPy arrays or Bits,
-    and must not change while the call runs.  `anchor_every` n publishes every version divisible by n whole, so
+    and must not change while the call runs.  `anchor_every` n publishes each version divisible by n whole, so
     that a receiver may begin there.  `keep` is how many versions are pushed again after the relay restarts; a
     full relay loses older ones first, never these.
     """

@@ -230,7 +230,7 @@ def test_random_damage_under_a_right_digest_never_crashes_nor_leaves_the_bounds(
             assert (patch.dtype, patch.shape) == (base[patch.name].dtype, base[patch.name].shape)
             if patch.indices is not None:
                 assert np.all(np.diff(patch.indices) > 0)
-                assert 0 <= patch.indices[0]
+                assert patch.indices[0] >= 0
                 assert patch.indices[-1] < base[patch.name].words.size
 
 
@@ -256,8 +256,13 @@ def u32(*values: int) -> Bits:
 
 @pytest.mark.parametrize(
     "indices",
-    [u32(0, 0, 5), u32(5, 3, 6), u32(0, 1, 2**32 - 1), u32(0, 1), u32(0, 1, 2, 3), None]
-    + [
+    [
+        u32(0, 0, 5),
+        u32(5, 3, 6),
+        u32(0, 1, 2**32 - 1),
+        u32(0, 1),
+        u32(0, 1, 2, 3),
+        None,
         Bits("F32", (3,), np.array([0, 1, 2], np.uint32)),
         Bits("U64", (3,), np.array([0, 1, 2**63], np.uint64)),
     ],

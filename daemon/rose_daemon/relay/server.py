@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import hmac
 import ipaddress
+import logging
 import math
 import re
 import secrets
@@ -17,6 +18,7 @@ from typing import Any
 import msgspec
 import xxhash
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from rose.config import RelayConfig
 from rose.errors import ConfigError, CorruptDelta, RoseError
@@ -213,7 +215,12 @@ async def serving(config: RelayConfig) -> AsyncIterator[str]:
     tls = check_exposure(config)
     token = read_token(config.token_file) if config.token_file else ""
     vault = Vault(config.capacity_bytes, config.stage_ttl_s, secrets.token_hex(8))
-    runner = web.AppRunner(RelayServer(vault, token).app(), access_log=None, shutdown_timeout=_SHUTDOWN_MAX_S)
+    runner = web.AppRunner(
+        RelayServer(vault, token).app(),
+        access_log=None,
+        shutdown_timeout=_SHUTDOWN_MAX_S,
+        logger=_logger(),
+    )
     await runner.setup()
     try:
         try:
@@ -250,6 +257,18 @@ def check_exposure(config: RelayConfig) -> ssl.SSLContext | None:
     except (OSError, ssl.SSLError) as error:
         raise ConfigError(f"relay.tls_cert: cannot be used: {error}") from None
     return context
+
+
+def _logger() -> logging.Logger:
+    """For faults of the server; what is no HTTP was answered with 400 and fills no log."""
+
+    def is_ours(record: logging.LogRecord) -> bool:
+        return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
+
+    logger = logging.getLogger("rose.relay")
+    if not logger.filters:
+        logger.addFilter(is_ours)
+    return logger
 
 
 def _is_loopback(host: str) -> bool:
@@ -314,14 +333,14 @@ def _wait_s(request: web.Request) -> float:
 
 
 def _range(request: web.Request, size: int) -> tuple[int, int]:
-    """The bytes asked for, [start, stop).  Raises BadRequest unless all of them exist."""
+    """The bytes asked for, [start, stop).  Raises CorruptDelta if the bucket has no such bytes."""
     try:
         asked = request.http_range
     except ValueError:
         raise BadRequest("Range cannot be read") from None
     start, stop, _ = asked.indices(size)
     if start >= stop or (asked.stop or 0) > size:
-        raise BadRequest(f"the bucket has {size} bytes, not those of the Range")
+        raise CorruptDelta(f"the bucket has {size} bytes, not those of the Range")
     return start, stop
 
 

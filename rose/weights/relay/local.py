@@ -146,7 +146,7 @@ class RelayClient:
 
         async def attempt() -> None:
             headers = {"Range": download.range_header}
-            async with self._request("GET", path, headers=headers) as response:
+            async with self._request("GET", path, headers=headers, epoch=download.epoch) as response:
                 await download.receive(response)
 
         if len(view):
@@ -210,8 +210,12 @@ class RelayClient:
         headers: Mapping[str, str] | None = None,
         data: AsyncIterator[memoryview] | None = None,
         silence_s: float = _SILENCE_MAX_S,
+        epoch: str | None = None,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """One attempt.  Refusals raise what they stand for, broken connections _Retry."""
+        """One attempt.  Refusals raise what they stand for, broken connections _Retry.
+
+        An answer from another epoch than `epoch` raises EpochChanged, whatever it says.
+        """
         if self._session is None:
             self._session = aiohttp.ClientSession(headers=self._headers, read_bufsize=_CHUNK_BYTES)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_SILENCE_MAX_S, sock_read=silence_s)
@@ -225,6 +229,8 @@ class RelayClient:
                 ssl=self._tls,
                 allow_redirects=False,
             ) as response:
+                if epoch not in (None, response.headers.get(EPOCH_HEADER)):
+                    raise EpochChanged("the relay was restarted meanwhile")
                 if response.status >= 300:
                     raise _refusal(response.status, await _read_bounded(response))
                 yield response
@@ -250,7 +256,7 @@ class _Download:
     def __init__(self, destination: memoryview, offset: int, epoch: str | None) -> None:
         self._destination = destination
         self._offset = offset
-        self._epoch = epoch
+        self.epoch = epoch
         self._received = 0
 
     @property
@@ -258,10 +264,7 @@ class _Download:
         return f"bytes={self._offset + self._received}-{self._offset + len(self._destination) - 1}"
 
     async def receive(self, response: aiohttp.ClientResponse) -> None:
-        epoch = response.headers.get(EPOCH_HEADER, "")
-        if self._epoch not in (None, epoch):
-            raise EpochChanged("the relay was restarted during a download")
-        self._epoch = epoch
+        self.epoch = response.headers.get(EPOCH_HEADER, "")
         rest = len(self._destination) - self._received
         if response.status != 206 or response.content_length != rest:
             raise CorruptDelta(f"the relay answered {response.content_length} bytes where {rest} were asked")
