@@ -34,6 +34,8 @@ from rose_daemon.scheduler.turns import Turn
 from rose_daemon.scheduler.upstream import Upstream
 
 _SHUTDOWN_S = 3.0
+_LINGER_S = 1.0
+"""How long the rest of a refused request is read, so that its sender gets to see the answer."""
 
 log = structlog.get_logger()
 
@@ -113,6 +115,7 @@ class Scheduler:
             access_log=None,
             handler_cancellation=True,
             keepalive_timeout=IDLE_TIMEOUT_S,
+            lingering_time=_LINGER_S,
             shutdown_timeout=_SHUTDOWN_S,
         )
         await self._runner.setup()
@@ -240,4 +243,3 @@ def run(config: SchedulerConfig) -> None:
     """Run until SIGINT or SIGTERM.  Raises RoseError when it cannot start."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_main(config))
-

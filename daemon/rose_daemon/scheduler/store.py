@@ -203,6 +203,10 @@ class Store:
         self._db.execute("COMMIT")
         return dropped
 
+    def boots(self) -> list[int]:
+        """Runs of the scheduler that the journal still knows, oldest first."""
+        return [boot for (boot,) in self._db.execute("SELECT DISTINCT boot FROM journal ORDER BY boot")]
+
     def journal(self, boot: int) -> Iterator[JournalRow]:
         """Decisions of one run of the scheduler, oldest first."""
         rows: Iterator[tuple[Any, ...]] = self._db.execute(

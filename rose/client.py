@@ -1,0 +1,224 @@
+"""`Job`: how a trainer talks to rose-scheduler.
+
+    with Job.create("http://127.0.0.1:7700", "grpo", model="rollout", n_rl=1, n_serving_max=1) as job:
+        job.begin_step(0, required_version=0)
+        job.wait_for_version(0)
+        ...                         # rollouts go through the gateway, with any OpenAI client
+        job.end_step(0)
+        job.published(1)            # after rose.weights.Publisher committed it
+
+Synchronous, standard library only.  All calls can be repeated safely; they are, when the connection fails.
+"""
+
+from __future__ import annotations
+
+import http.client
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+from urllib.parse import quote, urlsplit
+
+import msgspec
+
+from rose.errors import ConfigError, NotFound, NotReady, RoseError, TimedOut, VersionConflict
+
+_TIMEOUT_S = 10.0
+_RETRIES = 3
+_RETRY_PAUSE_S = 0.2
+
+
+class JobReplica(msgspec.Struct, frozen=True):
+    """One replica that the job holds."""
+
+    replica: str
+    kind: str
+    """`dedicated` or `opportunistic`."""
+    state: str
+    weight_version: int
+    turns_in_flight: int
+    eligible: bool
+    """Takes turns of the job now."""
+
+
+class JobStatus(msgspec.Struct, frozen=True):
+    """A job as the scheduler sees it."""
+
+    job: str
+    model: str
+    required_version: int
+    rl_step: int | None
+    rolling: bool
+    """A step has begun and not ended."""
+    turns_queued: int
+    turns_in_flight: int
+    replicas: tuple[JobReplica, ...]
+
+    def on_version(self, version: int) -> int:
+        """How many replicas run `version` and take turns."""
+        return sum(replica.eligible and replica.weight_version == version for replica in self.replicas)
+
+
+class Scheduler:
+    """Plain calls to the scheduler's HTTP API.
+
+    Errors: NotFound (404), VersionConflict (409), ConfigError (any other 4xx), NotReady (unreachable, 5xx).
+    """
+
+    def __init__(self, url: str, token: str = "") -> None:
+        parts = urlsplit(url)
+        if parts.scheme != "http" or not parts.hostname:
+            raise ConfigError(f"{url!r} is not the address of a scheduler", "give it as http://host:port")
+        self._host, self._port = parts.hostname, parts.port or 80
+        self._headers = {"Content-Type": "application/json"}
+        if token:
+            self._headers["Authorization"] = f"Bearer {token}"
+
+    @property
+    def url(self) -> str:
+        """Where the scheduler answers."""
+        return f"http://{self._host}:{self._port}"
+
+    def status(self) -> dict[str, Any]:
+        """The document of GET /rose/v1/status."""
+        return self.call("GET", "/rose/v1/status")
+
+    def call(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        """One request, sent again when the connection fails."""
+        data = None if body is None else msgspec.json.encode(body)
+        for attempt in range(_RETRIES):
+            try:
+                status, answer = self._send(method, path, data)
+                break
+            except (OSError, http.client.HTTPException) as error:
+                if attempt + 1 == _RETRIES:
+                    raise NotReady(f"{self.url}: {error}", "is rose-scheduler running?") from None
+                time.sleep(_RETRY_PAUSE_S * 2**attempt)
+        if status >= 400:
+            raise _error(status, answer, f"{method} {path}")
+        return answer
+
+    def _send(self, method: str, path: str, data: bytes | None) -> tuple[int, dict[str, Any]]:
+        connection = http.client.HTTPConnection(self._host, self._port, timeout=_TIMEOUT_S)
+        try:
+            connection.request(method, path, data, self._headers)
+            response = connection.getresponse()
+            text = response.read()
+        finally:
+            connection.close()
+        try:
+            return response.status, msgspec.json.decode(text, type=dict[str, Any])
+        except msgspec.DecodeError:
+            shown = text[:200].decode("utf-8", errors="replace")
+            return response.status, {"error": {"message": shown, "code": "not_json"}}
+
+
+class Job:
+    """An RL job.  As a context manager it ends the job on the way out."""
+
+    def __init__(self, scheduler: Scheduler, name: str) -> None:
+        self._scheduler = scheduler
+        self._path = f"/rose/v1/jobs/{quote(name, safe='')}"
+        self.name = name
+
+    @classmethod
+    def create(
+        cls,
+        url: str,
+        name: str,
+        *,
+        model: str,
+        n_rl: int = 1,
+        n_serving_max: int = 1,
+        staleness_max: int = 0,
+        trajectories_per_replica_max: int = 16,
+        token_file: Path | None = None,
+    ) -> Self:
+        """Create the job, or take up the one of that name with the same settings.
+
+        Raises VersionConflict when a job of that name runs with other settings.
+        """
+        token = token_file.read_text(encoding="ascii").strip() if token_file else ""
+        scheduler = Scheduler(url, token)
+        scheduler.call(
+            "POST",
+            "/rose/v1/jobs",
+            {
+                "job": name,
+                "model": model,
+                "n_rl": n_rl,
+                "n_serving_max": n_serving_max,
+                "staleness_max": staleness_max,
+                "trajectories_per_replica_max": trajectories_per_replica_max,
+            },
+        )
+        return cls(scheduler, name)
+
+    def status(self) -> JobStatus:
+        """The job now."""
+        document = self._scheduler.call("GET", self._path)
+        try:
+            return msgspec.convert(document, JobStatus)
+        except msgspec.ValidationError as error:
+            raise NotReady(f"{self._scheduler.url}: not a job's status: {error}") from None
+
+    def begin_step(self, rl_step: int, required_version: int) -> None:
+        """Begin an RL step: from now on turns run on `required_version` (within the job's staleness)."""
+        self._scheduler.call(
+            "POST", f"{self._path}/steps", {"rl_step": rl_step, "required_version": required_version}
+        )
+
+    def end_step(self, rl_step: int) -> None:
+        """The step's rollouts are complete."""
+        self._scheduler.call("POST", f"{self._path}/steps/{rl_step}/end")
+
+    def published(self, version: int) -> None:
+        """Tell the scheduler that the relay has `version`."""
+        self._scheduler.call("POST", f"{self._path}/versions", {"version": version})
+
+    def wait_for_version(
+        self, version: int, *, replicas: int | None = None, timeout_s: float = 120, poll_s: float = 0.1
+    ) -> JobStatus:
+        """Wait until `replicas` of the job's replicas take turns on `version` (None: all, at least one).
+
+        Raises TimedOut, naming what each replica does instead.
+        """
+        due_s = time.monotonic() + timeout_s
+        while True:
+            status = self.status()
+            wanted = max(1, len(status.replicas)) if replicas is None else replicas
+            if status.on_version(version) >= wanted:
+                return status
+            if time.monotonic() >= due_s:
+                seen = ", ".join(
+                    f"{each.replica} is {each.state} on version {each.weight_version}"
+                    for each in status.replicas
+                )
+                raise TimedOut(
+                    f"version {version} is not on {wanted} replicas after {timeout_s:g} s",
+                    seen or "the job holds no replica",
+                )
+            time.sleep(poll_s)
+
+    def end(self) -> None:
+        """End the job; its replicas are free for others.  No error if it has ended already."""
+        try:
+            self._scheduler.call("DELETE", self._path)
+        except NotFound:
+            return
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.end()
+
+
+def _error(status: int, answer: dict[str, Any], what: str) -> RoseError:
+    detail = answer.get("error")
+    text = str(detail.get("message", "")) if isinstance(detail, dict) else ""
+    message = f"{what}: {text or f'status {status}'}"
+    kinds: dict[int, type[RoseError]] = {404: NotFound, 409: VersionConflict}
+    return kinds.get(status, NotReady if status >= 500 else ConfigError)(message)
