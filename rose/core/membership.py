@@ -22,8 +22,10 @@ from rose.core.events import NodeHeartbeat, NodeLeft, NodeRegistered, ReplicaRep
 from rose.core.readings import NEVER
 from rose.units import NodeId, ReplicaId
 
+# Values of `rose.core.lifecycle.ReplicaState`, as they come over the wire.
 READY = "ready"
 """The only replica state that gets turns."""
+UPDATING = "updating"
 DEDICATED = "dedicated"
 OPPORTUNISTIC = "opportunistic"
 
@@ -67,12 +69,12 @@ class Replica:
     @property
     def fit(self) -> bool:
         """Whether it is in use at all; an update of its weights does not make it unfit."""
-        return self.node_alive and not self.drained and self.report.state == READY
+        return self.node_alive and not self.drained and self.report.state in {READY, UPDATING}
 
     @property
     def takes_turns(self) -> bool:
         """Whether new turns may be sent to it, whatever their job and version."""
-        return self.fit and not self.report.updating
+        return self.fit and self.report.state == READY and not self.report.updating
 
     @property
     def gate_open(self) -> bool:

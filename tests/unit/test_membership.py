@@ -61,7 +61,7 @@ def test_a_silent_node_is_stalled_then_suspect_then_dead(members: Membership) ->
 def test_a_stalled_nodes_replica_takes_no_turns_until_it_is_heard(members: Membership) -> None:
     replica = members.replicas[ReplicaId("r0")]
     assert [known.id for known in members.expire(2 * S).seen] == ["r0"]
-    assert not replica.takes_turns
+    assert replica.unfit_since_ns == 2 * S
     members.heartbeat(beat("n", "s1", 1, report()), 3 * S)
     assert replica.takes_turns
     assert replica.unfit_since_ns is None
@@ -190,6 +190,23 @@ def test_draining_a_replica_that_is_not_there_is_reported(members: Membership) -
 def test_gate(members: Membership, kind: str, gate_open: bool | None, expected: bool) -> None:
     members.register(registered("n2", "s", report("r2", kind=kind, gate_open=gate_open)), 0)
     assert members.replicas[ReplicaId("r2")].gate_open is expected
+
+
+@pytest.mark.parametrize(
+    ("said", "fit", "takes_turns"),
+    [
+        ({"state": "ready"}, True, True),
+        ({"state": "ready", "updating": True}, True, False),
+        ({"state": "updating"}, True, False),
+        ({"state": "draining"}, False, False),
+        ({"state": "failed"}, False, False),
+        ({"state": "a state of a later release"}, False, False),
+    ],
+)
+def test_states(members: Membership, said: dict[str, Any], fit: bool, takes_turns: bool) -> None:
+    members.heartbeat(beat("n", "s1", 1, report(**said)), 0)
+    replica = members.replicas[ReplicaId("r0")]
+    assert (replica.fit, replica.takes_turns) == (fit, takes_turns)
 
 
 def test_a_gate_is_held_only_when_not_seen_open_for_long(members: Membership) -> None:
