@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -15,6 +16,9 @@ from rose.units import MIB
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+
+_WIDTH_PIPED = 160
+_NOTHING_LENT = "no opportunistic replica on this host"
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
@@ -37,7 +41,8 @@ def _print(body: dict[str, Any]) -> None:
     parts: list[RenderableType] = [_host(body), _replicas(body["replicas"])]
     if body["problems"]:
         parts.append("\n".join(["not ready:", *(f"  {problem}" for problem in body["problems"])]))
-    Console(highlight=False, markup=False).print(Group(*parts))
+    width = None if sys.stdout.isatty() else _WIDTH_PIPED
+    Console(highlight=False, markup=False, width=width).print(Group(*parts))
 
 
 def _host(body: dict[str, Any]) -> RenderableType:
@@ -53,9 +58,7 @@ def _host(body: dict[str, Any]) -> RenderableType:
         table.add_row("device", f"{device['name']}  {_mib(device, 'memory_bytes')}  {use}")
     serving = body["serving"]
     table.add_row("serving", f"{serving['state']}  {_slack(serving)}".rstrip())
-    memory = body["memory"]
-    shares = [f"{name} {_mib(memory, f'{name}_bytes')}" for name in ("headroom", "serving", "budget")]
-    table.add_row("memory", "  ".join([memory["state"], *shares]))
+    table.add_row("memory", _memory(body["memory"]))
     gate = body["gate"]
     table.add_row("gate", _gate(gate))
     job, scheduler = body["job"], body["scheduler"]
@@ -71,7 +74,16 @@ def _replicas(replicas: list[dict[str, Any]]) -> RenderableType:
     from rich.table import Table  # noqa: PLC0415
 
     table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
-    for heading in ("replica", "kind", "state", "version", "gate", "KV used/budget/total", "turns", "why"):
+    for heading in (
+        "replica",
+        "kind",
+        "state",
+        "version",
+        "gate",
+        "KV blocks used/budget/total",
+        "turns",
+        "why",
+    ):
         table.add_column(heading, overflow="fold")
     for replica in replicas:
         kv = replica["kv_blocks"]
@@ -117,9 +129,16 @@ def _slack(serving: dict[str, Any]) -> str:
     return "  ".join(texts)
 
 
+def _memory(memory: dict[str, Any]) -> str:
+    if memory["state"] == "none":
+        return _NOTHING_LENT
+    shares = [f"{name} {_mib(memory, f'{name}_bytes')}" for name in ("headroom", "serving", "budget")]
+    return "  ".join([memory["state"], *shares])
+
+
 def _gate(gate: dict[str, Any]) -> str:
     if gate["open"] is None:
-        return f"unknown ({gate['reason']})"
+        return _NOTHING_LENT
     return f"{'open' if gate['open'] else 'closed'} ({gate['reason']})"
 
 

@@ -90,6 +90,7 @@ class NodeDriver:
         self._probe = ServingProbe(_NOT_PROBED, _NOT_PROBED)
         self._cpu = telemetry.CpuUse(config.device)
         self._utilisation: float | Unknown = _NOT_PROBED
+        self._memory = MemoryObserved(_NOT_PROBED, _NOT_PROBED, _NOT_PROBED)
         self._queue: deque[NodeEvent] = deque()
         self._feeding = False
         self._stopping = asyncio.Event()
@@ -248,7 +249,8 @@ class NodeDriver:
     async def _watch_memory(self) -> None:
         while True:
             self._utilisation = self._cpu.sample()
-            self.emit(await asyncio.to_thread(self._read_memory))
+            self._memory = await asyncio.to_thread(self._read_memory)
+            self.emit(self._memory)
             await asyncio.sleep(_MEMORY_PERIOD_S)
 
     def _read_memory(self) -> MemoryObserved:
@@ -274,6 +276,7 @@ class NodeDriver:
             started_at=self._started_at,
             uptime_s=(time.monotonic_ns() - self._started_ns) / NS_PER_S,
             utilisation=self._utilisation,
+            memory_bytes=self._memory.total_bytes,
             scheduler_address=self.link.address,
             serving_kv_used_share=self._probe.kv_used_share,
             turns_in_flight=self.link.turns_in_flight if self.link.registered else None,

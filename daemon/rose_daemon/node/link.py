@@ -24,7 +24,7 @@ from rose.core.events import NodeEvent, ReplicaReport, SchedulerConnected, Sched
 from rose.errors import ConfigError
 from rose.units import NS_PER_MS, NS_PER_S, ReplicaId
 
-_BACKOFF_S = (0.25, 8.0)
+_BACKOFF_S = (0.25, 2.0)
 """First and longest wait between two registrations."""
 _QUEUE_MAX = 16
 _RECONNECT_MS = (100, 2000)

@@ -28,6 +28,8 @@ class Surroundings(msgspec.Struct, frozen=True, kw_only=True):
     uptime_s: float
     utilisation: float | Unknown
     """Busy share of the device."""
+    memory_bytes: int | Unknown
+    """Capacity of the device."""
     scheduler_address: str
     serving_kv_used_share: float | Unknown
     """From the serving engine's metrics; its board, where that can be read, is fresher."""
@@ -106,16 +108,18 @@ def _problems(view: NodeView, around: Surroundings) -> list[str]:
 def _device(config: Config, view: NodeView, around: Surroundings) -> dict[str, Any]:
     device = config.device
     cores = ",".join(map(str, device.cpus))
-    use = around.utilisation
+    measured = {"memory_bytes": around.memory_bytes, "utilisation": around.utilisation}
     unknown = [_signal(signal) for signal in view.unknown]
-    if isinstance(use, Unknown):
-        unknown.append({"signal": "utilisation", "reason": use.reason, "age_s": _age(use), "blocks": ""})
+    unknown += [
+        {"signal": name, "reason": value.reason, "age_s": _age(value), "blocks": ""}
+        for name, value in measured.items()
+        if isinstance(value, Unknown)
+    ]
     return {
         "uuid": device.id,
         "name": f"CPU cores {cores}" if device.kind == "cpu" else device.kind,
         "kind": device.kind,
-        "memory_bytes": view.memory.total_bytes if view.memory else None,
-        "utilisation": None if isinstance(use, Unknown) else round(use, 3),
+        **{name: None if isinstance(value, Unknown) else value for name, value in measured.items()},
         "unknown": unknown,
     }
 
