@@ -161,7 +161,7 @@ def parse(dialect: Dialect, data: bytes) -> Request:
         tokens_max=tokens_max,
         choices=count * prompts,
         prompt_tokens=prompt_tokens,
-        restart_reason=_restart_reason(body, prompts),
+        restart_reason=_restart_reason(dialect, body, prompts),
         digest=_digest(dialect, body),
     )
 
@@ -218,14 +218,13 @@ def _neutral(name: str, value: Any) -> bool:
     return value is None or value in ("", 0, False) or value in ([], {}) or value in _NEUTRAL.get(name, ())
 
 
-def _restart_reason(body: dict[str, Any], prompts: int) -> str:
+def _restart_reason(dialect: Dialect, body: dict[str, Any], prompts: int) -> str:
     if prompts > 1:
         return "prompt"
     for name in sorted(body):
         if name not in _ANSWERED_ONCE and name not in _CARRIED and not _neutral(name, body[name]):
             return name
-    messages = body.get("messages", ())
-    for message in messages:
+    for message in body["messages"] if dialect is Dialect.CHAT else ():
         content = message.get("content")
         if isinstance(content, list) and any(
             not isinstance(part, dict) or part.get("type") != "text" for part in content

@@ -78,6 +78,7 @@ class Store:
 
     def __init__(self, state_dir: Path) -> None:
         path = state_dir / "scheduler.sqlite3"
+        self._lock: int | None = None
         try:
             state_dir.mkdir(parents=True, exist_ok=True)
             self._lock = _locked(state_dir / "scheduler.lock")
@@ -87,7 +88,11 @@ class Store:
             self._db.execute("PRAGMA busy_timeout=2000")
             self._check_schema(path)
             self._db.executescript(_TABLES)
+        except RoseError:
+            self._release()
+            raise
         except (OSError, sqlite3.Error) as error:
+            self._release()
             raise RoseError(
                 f"{path}: cannot be used: {error}", "set [scheduler] state_dir, or move the broken file away"
             ) from None
@@ -102,7 +107,12 @@ class Store:
         """Flush the journal and let the directory go."""
         self.flush_journal()
         self._db.close()
-        os.close(self._lock)
+        self._release()
+
+    def _release(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def _check_schema(self, path: Path) -> None:
         (version,) = self._db.execute("PRAGMA user_version").fetchone()

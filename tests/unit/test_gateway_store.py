@@ -1,0 +1,114 @@
+"""The scheduler's durable state."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+
+import pytest
+from rose_daemon.scheduler import store as module
+from rose_daemon.scheduler.output import Alternative, Answer, AttemptRecord, Choice, TokenLogprob
+from rose_daemon.scheduler.requests import Dialect
+from rose_daemon.scheduler.store import JobRecord, Store
+
+from rose.core.effects import DispatchTurn, Say
+from rose.core.events import JobSubmitted, Tick, TurnFinished
+from rose.errors import RoseError
+from rose.units import JobId, ReplicaId, TurnId, WeightVersion
+
+JOB = JobId("walk")
+
+
+def answer(turn_id: str, text: str = "hello") -> Answer:
+    choice = Choice(
+        text=text,
+        token_ids=[1, 2],
+        logprobs=[TokenLogprob("a", -1.0, [97], (Alternative("b", -2.0, None),))],
+        finish_reason="stop",
+        stop_reason=7,
+        prompt_token_ids=[3],
+    )
+    return Answer(
+        turn_id=turn_id,
+        trajectory="w",
+        dialect=Dialect.CHAT,
+        model="m",
+        created=1,
+        choices=[choice],
+        usage={"prompt_tokens": 1},
+        replica=ReplicaId("r"),
+        attempts=[AttemptRecord(ReplicaId("r"), 2, "finished")],
+        weight_versions=[(0, 1, WeightVersion(0))],
+    )
+
+
+def test_jobs_survive(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    record = JobRecord(JobSubmitted(JOB, "m", 1, 2), 3, WeightVersion(4), True, WeightVersion(5))
+    store.put_job(JobRecord(record.spec))
+    store.put_job(record)
+    store.close()
+    again = Store(tmp_path)
+    assert again.jobs() == {JOB: record}
+    again.delete_job(JOB)
+    assert again.jobs() == {}
+    again.close()
+
+
+def test_answers_survive_whole(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    store.put_answer(JOB, "digest", answer("t"))
+    store.close()
+    again = Store(tmp_path)
+    kept = again.answer(JOB, "t")
+    assert kept is not None
+    assert (kept.digest, kept.answer) == ("digest", answer("t"))
+    assert again.answer(JOB, "other") is None
+    assert again.answer(JobId("other"), "t") is None
+    again.close()
+
+
+@pytest.mark.parametrize(("bound", "value"), [("ANSWERS_MAX", 3), ("ANSWERS_BYTES_MAX", 4000)])
+def test_old_answers_go_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bound: str, value: int
+) -> None:
+    monkeypatch.setattr(module, bound, value)
+    store = Store(tmp_path)
+    dropped = sum(store.put_answer(JOB, "d", answer(str(number), "x" * 1000)) for number in range(10))
+    kept = [number for number in range(10) if store.answer(JOB, str(number)) is not None]
+    assert kept == [7, 8, 9]
+    assert dropped == 7
+    store.close()
+
+
+def test_the_journal_is_read_as_written_and_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "JOURNAL_ROWS_MAX", 10)
+    store = Store(tmp_path)
+    finished = TurnFinished(TurnId("t"), ReplicaId("r"), 5, 1)
+    effects = [DispatchTurn(TurnId("u"), ReplicaId("r"), 1, "affinity"), Say("info", "code", "text")]
+    for number in range(25):
+        store.record(number, Tick() if number % 2 else finished, effects if number % 2 else [])
+    assert store.flush_journal() == 15
+    rows = list(store.journal(store.boot))
+    assert [row.now_ns for row in rows] == list(range(15, 25))
+    assert (rows[0].event, rows[0].effects) == (Tick(), effects)
+    assert (rows[1].event, rows[1].effects) == (finished, [])
+    assert store.boots() == [store.boot]
+    store.close()
+
+
+def test_a_directory_has_one_scheduler(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    with pytest.raises(RoseError, match="another scheduler"):
+        Store(tmp_path)
+    store.close()
+    Store(tmp_path).close()
+
+
+def test_a_later_schema_is_left_alone(tmp_path: Path) -> None:
+    Store(tmp_path).close()
+    database = sqlite3.connect(tmp_path / "scheduler.sqlite3")
+    database.execute("PRAGMA user_version=99")
+    database.close()
+    with pytest.raises(RoseError, match="schema 99 is not supported"):
+        Store(tmp_path)
