@@ -91,7 +91,7 @@ NodeEffect = (
 
 
 class DispatchTurn(Effect, frozen=True):
-    """Send the turn to a replica, with the tokens kept from earlier attempts; `why` names the routing rule."""
+    """Send the turn to a replica, with the tokens of earlier attempts; `why` names the routing rule."""
 
     turn: TurnId
     replica: ReplicaId
@@ -155,4 +155,6 @@ class ForgetTrajectory(Effect, frozen=True):
     trajectory: TrajectoryId
 
 
-ClusterEffect = Say | DispatchTurn | StopTurn | FailTurn | GrantLease | RevokeLease | TellStep | ForgetTrajectory
+ClusterEffect = (
+    Say | DispatchTurn | StopTurn | FailTurn | GrantLease | RevokeLease | TellStep | ForgetTrajectory
+)

@@ -269,7 +269,7 @@ class TurnProgressed(Event, frozen=True):
     tokens: int
     """Tokens of this attempt so far, so that a repeat changes nothing."""
     attempt: int = 0
-    """The attempt of `DispatchTurn` that this is about; another than the present one is ignored.  0: not told."""
+    """The attempt of `DispatchTurn` that is meant; one that is not the present one is ignored.  0: not told."""
 
 
 class TurnFinished(Event, frozen=True):
@@ -294,7 +294,7 @@ class TurnInterrupted(Event, frozen=True):
 
 
 class TurnRefused(Event, frozen=True):
-    """The engine refused the request itself (a 4xx, already passed on to the client): trying again is no use."""
+    """The engine refused the request itself (a 4xx, passed on to the client): trying again is no use."""
 
     turn: TurnId
     replica: ReplicaId
@@ -320,4 +320,3 @@ ClusterEvent = (
     | VersionPublished | TurnArrived | TurnProgressed | TurnFinished | TurnInterrupted | TurnRefused
     | TurnCancelled | ReplicaDrainRequested
 )  # fmt: skip
-
