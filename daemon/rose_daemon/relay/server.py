@@ -219,6 +219,7 @@ async def serving(config: RelayConfig) -> AsyncIterator[str]:
         RelayServer(vault, token).app(),
         access_log=None,
         shutdown_timeout=_SHUTDOWN_MAX_S,
+        read_bufsize=_CHUNK_BYTES,
         logger=_logger(),
     )
     await runner.setup()
