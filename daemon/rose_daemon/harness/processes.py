@@ -122,8 +122,9 @@ def last_error(log: Path) -> str:
             lines = [line.strip() for line in deque(stream, _LOG_TAIL_LINES) if line.strip()]
     except OSError:
         return ""
-    telling = [line for line in lines if "rror" in line and "Traceback" not in line]
-    return (telling or lines or [""])[-1][:300]
+    own = [line for line in lines if line.startswith(("rose: ", "rosed: "))]
+    errors = [line for line in lines if "rror" in line and "Traceback" not in line]
+    return (own or errors or lines or [""])[-1][:300]
 
 
 async def until(

@@ -155,12 +155,8 @@ class Stack:
     ) -> None:
         await self.stop()
 
-    async def start(self) -> None:
-        """Start everything and wait until it is ready.
-
-        Raises EngineFailed when a process ends, TimedOut when one is not ready in time, ConfigError for a
-        configuration that is not usable.
-        """
+    async def launch(self) -> None:
+        """Start everything; `ready` waits for it.  Raises EngineFailed, ConfigError."""
         self._prepare()
         self._reaper = await spawn(
             "reaper",
@@ -176,7 +172,6 @@ class Stack:
         await self.add("scheduler", [*rose, "scheduler", *config], placement=host)
         await self.add("rosed", [sys.executable, "-m", "rose_daemon.rosed", *config], placement=host)
         await self._start_serving()
-        await self.guard(self._ready())
 
     async def add(
         self,
@@ -278,7 +273,11 @@ class Stack:
         )
         await self.add("serving", command.argv, environ=command.env)
 
-    async def _ready(self) -> None:
+    async def ready(self) -> None:
+        """Wait until everything answers.  Raises EngineFailed when a process ends, TimedOut."""
+        await self.guard(self._all_ready())
+
+    async def _all_ready(self) -> None:
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as client:
             checks: dict[str, Callable[[], Awaitable[bool]]] = {
                 "relay": lambda: _answers(client, f"{self.config.relay.url}/health"),

