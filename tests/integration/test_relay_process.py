@@ -219,6 +219,9 @@ async def test_what_is_no_relay_is_called_so() -> None:
     for bad in ("", "127.0.0.1:7702", "ftp://x", "http://"):
         with pytest.raises(ConfigError):
             RelayClient(bad)
+    for path in ("/nowhere/ca.pem", __file__):
+        with pytest.raises(ConfigError, match="tls_ca"):
+            RelayClient("https://127.0.0.1:1", tls_ca=path)
 
 
 # ---- tokens and exposure ----

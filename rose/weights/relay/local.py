@@ -62,7 +62,7 @@ class RelayClient:
         self.url = url.rstrip("/")
         self._timeout_s = timeout_s
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
-        self._tls = ssl.create_default_context(cafile=tls_ca or None) if parts.scheme == "https" else True
+        self._tls = _trust(tls_ca) if parts.scheme == "https" else True
         self._session: aiohttp.ClientSession | None = None
 
     @classmethod
@@ -285,6 +285,14 @@ def read_token(path: str) -> str:
     if not token:
         raise ConfigError(f"{path}: the relay's token is empty")
     return token
+
+
+def _trust(tls_ca: str) -> ssl.SSLContext:
+    """The TLS context that knows these certificates, or the system's.  Raises ConfigError."""
+    try:
+        return ssl.create_default_context(cafile=tls_ca or None)
+    except OSError as error:  # ssl.SSLError is one
+        raise ConfigError(f"relay.tls_ca: {tls_ca} cannot be used: {error}") from None
 
 
 def _path(job: JobId, version: WeightVersion | None = None) -> str:
