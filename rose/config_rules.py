@@ -76,6 +76,11 @@ def _check_replicas(config: Config, refuse: _Refuse) -> None:
                 refuse(f"{key}.{name}", "must be at least 1")
         if section.kv_blocks < 0:
             refuse(f"{key}.kv_blocks", "must not be negative")
+        # vLLM keeps one block for itself.
+        if section.kv_blocks and (section.kv_blocks - 1) * section.block_tokens < section.context_tokens_max:
+            why = f"{section.kv_blocks} blocks cannot hold one context of {section.context_tokens_max} tokens"
+            least = -(-section.context_tokens_max // section.block_tokens) + 1
+            refuse(f"{key}.kv_blocks", why, f"at least {least}, or a smaller context_tokens_max")
         if section.port:
             other = listeners.setdefault((section.host, section.port), section.id)
             if other != section.id:

@@ -78,6 +78,7 @@ def test_the_templates_replica_loads_once_uncommented() -> None:
         ({"replicas": [{**REPLICA, "id": "../r"}]}, "replicas"),
         ({"replicas": [{**REPLICA, "port": 70000}]}, "replicas.r-0.port"),
         ({"replicas": [{**REPLICA, "port": 81}, {**REPLICA, "id": "b", "port": 81}]}, "replicas.b.port"),
+        ({"replicas": [{**REPLICA, "kv_blocks": 64}]}, "replicas.r-0.kv_blocks"),
         ({"replicas": [{**REPLICA, "sequences_max": 0}]}, "replicas.r-0.sequences_max"),
     ],
 )

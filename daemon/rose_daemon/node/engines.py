@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import socket
 import sys
@@ -31,9 +32,13 @@ CommandBuilder = Callable[[ReplicaConfig, Config], EngineCommand]
 """How to start a replica's engine; its port is never 0 here."""
 
 _READY_POLL_S = 0.25
-_LOG_LINES = 3
-_LOG_TAIL_BYTES = 8192
-_LINE_CHARACTERS = 200
+_START_MARK = "rosed: starting "
+_LOG_TAIL_BYTES = 1 << 18
+_LINE_CHARACTERS = 400
+_EXCEPTION = re.compile(
+    r"(?:\([^)]*\) ERROR \S+ \S+ \[[^]]*\] )?([A-Za-z_][\w.]*(?:Error|Exception|Failed): .+)"
+)
+"""The line that ends a traceback, as it is or behind the prefix of vLLM's logger."""
 
 
 class Engine:
@@ -149,7 +154,7 @@ class Engines:
         log = self.log_path(section.id)
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("a", encoding="utf-8") as file:
-            file.write(f"rosed: starting {section.id}, attempt {attempt}, port {section.port}\n")
+            file.write(f"{_START_MARK}{section.id}, attempt {attempt}, port {section.port}\n")
         keeper = (sys.executable, "-I", "-S", warden.__file__)
         limits = (str(log), str(node.log_bytes_max), str(node.engine_stop_grace_s), "--")
         return await asyncio.create_subprocess_exec(
@@ -195,21 +200,26 @@ class Engines:
 
     def _epitaph(self, replica: ReplicaId, code: int) -> str:
         """Why an engine ended that nobody told to: its exit code, and the end of its log."""
-        tail = log_tail(self.log_path(replica))
-        said = " | ".join(tail) or "the log is empty"
+        said = last_words(self.log_path(replica)) or "its log is empty"
         return f"exited_code_{code}: {said} (log: {self.log_path(replica)})"
 
 
-def log_tail(path: Path) -> list[str]:
-    """The last lines of a log that say something, shortened."""
+def last_words(path: Path) -> str:
+    """Why the engine that wrote this log ended: its first exception, or else its last line, shortened.
+
+    The first exception of the latest start is the cause; those after it (vLLM reports one from each of its
+    processes) are consequences.
+    """
     try:
         with path.open("rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _LOG_TAIL_BYTES))
             text = file.read().decode(errors="replace")
     except OSError:
-        return []
-    lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("rosed: ")]
-    return [line[:_LINE_CHARACTERS] for line in lines[-_LOG_LINES:]]
+        return ""
+    lines = text.rpartition(_START_MARK)[2].splitlines()[1:]
+    errors = (match[1] for line in lines if (match := _EXCEPTION.match(line)))
+    last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    return next(errors, last)[:_LINE_CHARACTERS]
 
 
 def port_is_free(host: str, port: int) -> bool:
