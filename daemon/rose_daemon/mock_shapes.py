@@ -156,6 +156,6 @@ def understand(chat: bool, body: dict[str, Any], context: int) -> Generation | s
     if not 0 <= float(body.get("temperature") or 0) <= 100:
         return "temperature must be non-negative"
     room = context - len(prompt)
-    if room <= 0 or (not chat and limit > room):
+    if room <= 0:
         return f"This model's maximum context length is {context} tokens."
     return Generation(chat, prompt, min(limit or room, room), logprobs, bool(body.get("stream")), body)

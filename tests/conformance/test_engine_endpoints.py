@@ -216,7 +216,7 @@ def test_detokenize_shows_special_tokens_and_a_chat_hides_them(engine: Target) -
     [
         ("/v1/completions", {"model": "other", "prompt": "x"}, 404),
         ("/v1/completions", {"model": MODEL}, 400),
-        ("/v1/completions", {"model": MODEL, "prompt": [1] * 2040, "max_tokens": 100}, 400),
+        ("/v1/completions", {"model": MODEL, "prompt": [1] * 2048, "max_tokens": 1}, 400),
         ("/v1/completions", {"model": MODEL, "prompt": "x", "temperature": -1}, 400),
     ],
 )
@@ -226,6 +226,13 @@ def test_bad_requests(engine: Target, path: str, body: dict[str, Any], status: i
     error = answer.json()["error"]
     assert error["message"]
     assert error["code"] == status
+
+
+def test_a_budget_beyond_the_context_is_cut_to_it(engine: Target) -> None:
+    body = {"prompt": [1] * 2040, "max_tokens": 100, "temperature": 0, "ignore_eos": True}
+    answer = engine.post("/v1/completions", body)
+    assert answer["usage"]["completion_tokens"] == 8
+    assert answer["choices"][0]["finish_reason"] == "length"
 
 
 # ---- ROSE's ----------------------------------------------------------------------------------------
