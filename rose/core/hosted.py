@@ -200,15 +200,17 @@ class HostedReplica:
         if applying is None or applying.version != event.version:
             return []
         held = event.version_held
+        elsewhere = held is not None and held != applying.base_version
+        if not (elsewhere and self.life.unsure):  # to learn where a silent engine had got to is no failure
+            self.refusals += 1
         self.life.applying = None
         self.life.unsure = held is None
-        self.refusals += 1
         self._retry_at_ns = now_ns + self.life.backoff_ns(self.refusals)
         text = f"version {event.version} was refused: {event.reason}"
         effects: list[NodeEffect] = [Say("warning", "weights_refused", text, event.replica)]
         if held == event.version:
             return effects + self.life.stop("weights_unverified", now_ns)
-        if held is not None and held != applying.base_version:
+        if held is not None and elsewhere:
             self.life.held = held
         elif held is not None or self.refusals > 1:
             shelf.distrust(event.version)

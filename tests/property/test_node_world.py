@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections import deque
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rose.core.effects import ApplyVersion, NodeEffect, PublishGate, PullVersion, StartEngine, StopEngine
@@ -228,6 +228,7 @@ def restore_failed(world: World) -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(st.integers(0, 2**32), st.integers(50, 250))
+@example(414684, 175)
 def test_safe_under_faults_and_whole_again_after_them(seed: int, ticks: int) -> None:
     world = World(random.Random(seed))
     for _ in range(ticks):

@@ -442,6 +442,19 @@ def test_an_engine_that_did_not_answer_gets_no_turns_and_is_asked_the_same_again
     assert bench.replica(OPP).state == "ready"
 
 
+def test_learning_where_a_silent_engine_had_got_to_is_no_failure() -> None:
+    """Found by the world test (seed 414684): two lost answers, then an anchor tried from the wrong base."""
+    bench = up()
+    bench(staged(1, 0))
+    for _ in range(2):
+        bench(WeightsRefused(OPP, WeightVersion(1), None, "timeout"), *[Tick()] * 5)
+    bench(staged(2, None))
+    assert [(e.version, e.base_version) for e in bench.all(ApplyVersion)] == [(2, 0)]
+    bench(WeightsRefused(OPP, WeightVersion(2), WeightVersion(1), "wrong_base"), *[Tick()] * 5)
+    assert [(e.version, e.base_version) for e in bench.all(ApplyVersion)] == [(2, 1)]
+    assert bench.replica(OPP).state == "updating"
+
+
 def test_an_engine_on_weights_that_nobody_vouches_for_is_restarted() -> None:
     """Digests differed after the update; asked again, the engine says that it has the version already."""
     bench = up()
