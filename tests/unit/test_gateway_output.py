@@ -253,6 +253,17 @@ def test_versions_span_the_tokens_of_their_attempt() -> None:
     assert made.weight_versions == [(0, 1, 0), (2, 2, 2)]
 
 
+def test_an_update_under_a_running_attempt_begins_a_new_span() -> None:
+    made = turn()
+    made.attempt = Attempt(ReplicaId("r"), 1, WeightVersion(0), 0)
+    made.note_version(WeightVersion(1))  # before the first token: the report was late
+    for version, tokens in ((1, 3), (1, 2), (2, 4)):
+        made.note_version(WeightVersion(version))
+        made.attempt.tokens += tokens
+    made.close_attempt("finished")
+    assert made.weight_versions == [(0, 4, 1), (5, 8, 2)]
+
+
 def test_shown_output_cannot_be_forgotten() -> None:
     made = turn()
     made.add([Piece(text="a", token_ids=[1])])

@@ -168,6 +168,8 @@ class Dispatcher:
         turn.add(pieces)
         if not tokens:
             return
+        if (report := self._replica(attempt.replica)) is not None:
+            turn.note_version(report.weight_version)
         now_s = time.monotonic()
         if turn.token_count == tokens:
             self._telemetry.first_token(now_s - turn.arrived_s)

@@ -25,8 +25,7 @@ from rose_daemon.scheduler.output import Answer
 SCHEMA = 1
 ANSWERS_MAX = 20_000
 ANSWERS_BYTES_MAX = 256 << 20
-JOURNAL_ROWS_MAX = 500_000
-_JOURNAL_BATCH = 256
+JOURNAL_ROWS_MAX = 200_000
 
 _TABLES = """
 CREATE TABLE IF NOT EXISTS jobs (
@@ -192,11 +191,9 @@ class Store:
     # ---- journal -----------------------------------------------------------------------------------
 
     def record(self, now_ns: int, event: ClusterEvent, effects: Sequence[ClusterEffect]) -> None:
-        """Note a decision; written with the next batch."""
+        """Note a decision; it is written by the next `flush_journal`."""
         encode = msgspec.msgpack.encode
         self._pending.append((self.boot, now_ns, encode(event), encode(effects)))
-        if len(self._pending) >= _JOURNAL_BATCH:
-            self.flush_journal()
 
     def flush_journal(self) -> int:
         """Write what is pending; returns how many old rows were dropped to stay within the bound."""

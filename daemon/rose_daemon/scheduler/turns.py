@@ -36,10 +36,12 @@ class Attempt:
         self.replica = replica
         self.number = number
         self.version = version
-        """Weights the replica ran when the attempt was sent to it."""
+        """Weights that the replica runs, as last reported."""
         self.first_token = first_token
         """Output tokens kept from earlier attempts."""
         self.tokens = 0
+        self.span_first = first_token
+        """First output token of the present version."""
         self.seam_open = first_token > 0
         """No text has come since the seam with the attempt before."""
         self.task: asyncio.Task[None] | None = None
@@ -131,10 +133,23 @@ class Turn:
         attempt = self.attempt
         assert attempt is not None, f"{self.key} has no attempt to close"
         self.attempts.append(AttemptRecord(attempt.replica, attempt.tokens, end))
-        if attempt.tokens:
-            last = attempt.first_token + attempt.tokens - 1
-            self.weight_versions.append((attempt.first_token, last, attempt.version))
+        self._close_span(attempt)
         self.attempt = None
+
+    def note_version(self, version: WeightVersion) -> None:
+        """The replica of the present attempt reports `version`: tokens from here on are of that one.
+
+        Exact to one report of its node, which sends one at once when a version changes.
+        """
+        attempt = self.attempt
+        if attempt is not None and version != attempt.version:
+            self._close_span(attempt)
+            attempt.span_first, attempt.version = attempt.first_token + attempt.tokens, version
+
+    def _close_span(self, attempt: Attempt) -> None:
+        last = attempt.first_token + attempt.tokens - 1
+        if last >= attempt.span_first:
+            self.weight_versions.append((attempt.span_first, last, attempt.version))
 
     def forget_output(self) -> None:
         """Begin again from the prompt; only for output that no client has seen."""
