@@ -93,13 +93,8 @@ class HostedReplica:
             self.published = None
             return
         obeyed = reading.policy_revision == self.revision and reading.limit_status == LimitStatus.APPLIED
-        if self.memory and obeyed and self._budget_published:
+        if self.memory and obeyed:
             self.memory.applied(now_ns)
-
-    @property
-    def _budget_published(self) -> bool:
-        assert self.memory is not None
-        return self.published is not None and self.published.kv_budget_blocks == self.memory.limit_blocks
 
     def memory_observed(self, reading: MemoryReading, now_ns: int) -> list[NodeEffect]:
         """The shared device's memory was read."""

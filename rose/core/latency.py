@@ -126,6 +126,8 @@ class StepLatency:
         if self.predict_ns(tokens_max) <= budget_ns:
             return tokens_max
         tokens = min(tokens_max, max(1, int((budget_ns - self._base_ns) / self._token_ns)))
-        while self.predict_ns(tokens) > budget_ns:  # rounding is off by one at most
+        while self.predict_ns(tokens) > budget_ns:  # rounding is off by one or two
             tokens -= 1
+        while self.predict_ns(tokens + 1) <= budget_ns:
+            tokens += 1
         return tokens

@@ -121,7 +121,8 @@ class MemoryPolicy:
             return None
         if spare < 0:
             return self._cut("headroom_entered") if self._may_cut(now_ns) else None
-        if self.state is MemoryState.NORMAL and self._grow_due and self.total_blocks:
+        if self._grow_due and self.total_blocks:
+            assert self.state is MemoryState.NORMAL, self.state
             self._grow_due = False
             self._grow(spare)
         return None

@@ -138,6 +138,15 @@ def test_steps_are_no_longer_than_a_new_arrival_could_bear() -> None:
     assert calibrated(token_ms=1).decide(slack, STRICT, NOW_NS).tokens in {144, 145}
 
 
+def test_the_margin_follows_what_steps_outlast_their_prediction_by() -> None:
+    unsteady = calibrated(token_ms=1)
+    steady_tokens = unsteady.decide(IDLE, STRICT, NOW_NS).tokens
+    for index in range(300):
+        for tokens in (1, 8, 64, 512):
+            unsteady.observe_step(tokens, ms_to_ns(tokens + (100 if index % 5 == 0 else 0)))
+    assert unsteady.decide(IDLE, STRICT, NOW_NS).tokens < steady_tokens - 50
+
+
 def test_the_bound_never_falls_below_the_floor_but_the_policy_s_cap_may() -> None:
     slow = calibrated(token_ms=50)
     assert slow.decide(IDLE, STRICT, NOW_NS).tokens == TOKENS_FLOOR

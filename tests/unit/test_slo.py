@@ -67,6 +67,15 @@ def test_saved_time_never_excuses_a_gap_beyond_two_budgets() -> None:
     assert tracker.tpot_deadline_ns() == ms(119 + 120)
 
 
+def test_the_longest_silent_of_fast_requests_is_due_first() -> None:
+    tracker = tracker_with("a", "b")
+    tracker.produced("a", ms(100), 1)
+    tracker.produced("b", ms(100), 1)
+    for name, at_ms in (("b", 101), ("a", 102), ("b", 103), ("a", 140)):
+        tracker.produced(name, ms(at_ms), 10)
+    assert tracker.tpot_deadline_ns() == ms(103 + 120)
+
+
 def test_several_tokens_of_one_step_all_count() -> None:
     tracker = tracker_with("a")
     tracker.produced("a", ms(100), 1)
@@ -165,7 +174,12 @@ class ScanningTracker:
 @settings(deadline=None)
 @given(
     st.lists(
-        st.tuples(st.sampled_from("apf"), st.integers(0, 6), st.integers(0, ms(200)), st.integers(1, 4)),
+        st.tuples(
+            st.sampled_from("apppf"),
+            st.integers(0, 6),
+            st.integers(0, ms(200)) | st.integers(0, ms(2)),
+            st.integers(1, 4) | st.just(50),
+        ),
         max_size=120,
     )
 )
