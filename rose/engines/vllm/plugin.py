@@ -34,7 +34,7 @@ def register() -> None:
     _calm_queue_readers()
     _tell_scheduler_of_weight_versions()
     if settings.role == "rollout":
-        _keep_cpu_weights_in_place()
+        keep_cpu_weights_in_place()
 
 
 def check_version(settings: PluginSettings) -> None:
@@ -130,7 +130,7 @@ def _tell_scheduler_of_weight_versions() -> None:
     EngineCore.set_weight_version = set_weight_version
 
 
-def _keep_cpu_weights_in_place() -> None:
+def keep_cpu_weights_in_place() -> None:
     """Have CPU layers compute from `layer.weight` itself.
 
     By default oneDNN (or the SGL kernels, where there is AMX) pack linear weights into a layout of their
