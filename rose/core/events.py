@@ -269,7 +269,7 @@ class TurnProgressed(Event, frozen=True):
     tokens: int
     """Tokens of this attempt so far, so that a repeat changes nothing."""
     attempt: int = 0
-    """The attempt of `DispatchTurn` that is meant; one that is not the present one is ignored.  0: not told."""
+    """The attempt of `DispatchTurn` that is meant; another than the present one is ignored.  0: not told."""
 
 
 class TurnFinished(Event, frozen=True):
