@@ -7,7 +7,7 @@ import math
 import re
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 import msgspec
 
@@ -133,11 +133,10 @@ def _check_addresses(config: Config, refuse: _Refuse) -> None:
     scheduler, relay = config.scheduler, config.relay
     if not _NAME.fullmatch(config.node.id):
         refuse("node.id", f"{config.node.id!r} is not a name", _NAME_HINT)
-    control = urlsplit(scheduler.control)
-    if control.scheme not in ("tcp", "ipc"):
-        refuse(
-            "scheduler.control", f"{scheduler.control!r} is not a ZMQ address", "such as tcp://127.0.0.1:7701"
-        )
+    control = _parts(scheduler.control)
+    if control is None or not (control.scheme == "ipc" or (control.scheme == "tcp" and control.port)):
+        why = f"{scheduler.control!r} is not a ZMQ address"
+        refuse("scheduler.control", why, "such as tcp://127.0.0.1:7701")
     if control.scheme == "tcp" and not is_loopback(control.hostname or ""):
         refuse("scheduler.control", f"{control.hostname} is not loopback, and CURVE is not configured")
     if not is_loopback(scheduler.gateway_host) and not scheduler.token_file:
@@ -148,9 +147,19 @@ def _check_addresses(config: Config, refuse: _Refuse) -> None:
         hint = "set relay.tls_cert, relay.tls_key and relay.token_file"
         refuse("relay.host", f"{relay.host} is not loopback", hint)
     for key, url in (("serving.url", config.serving.url), ("relay.url", relay.url)):
-        parts = urlsplit(url)
-        if url and not (parts.scheme in ("http", "https") and parts.hostname):
+        parts = _parts(url)
+        if url and not (parts and parts.scheme in ("http", "https") and parts.hostname):
             refuse(key, f"{url!r} is not an HTTP address", "such as http://127.0.0.1:8000")
+
+
+def _parts(url: str) -> SplitResult | None:
+    """The parts of an address; None when it has no valid host or port."""
+    try:
+        parts = urlsplit(url)
+        _ = parts.port  # is parsed, and refused, only when asked for
+    except ValueError:
+        return None
+    return parts
 
 
 def _get(config: Config, key: str) -> Any:

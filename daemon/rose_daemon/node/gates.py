@@ -6,6 +6,7 @@ from pathlib import Path
 
 from rose.boards import BoardPaths, BoardWriter
 from rose.core.readings import GatePolicy
+from rose.errors import RoseError
 from rose.units import ReplicaId
 
 
@@ -28,15 +29,23 @@ class Gates:
         return self._policies.get(replica)
 
     def publish(self, replica: ReplicaId, policy: GatePolicy, now_ns: int) -> None:
-        """Make `policy` the replica's from now on, and wake its engine.  Raises OSError."""
+        """Make `policy` the replica's from now on, and wake its engine.  Raises RoseError."""
         if self._closed:
             return
         writer = self._writers.get(replica)
         if writer is None:
-            writer = self._writers[replica] = BoardWriter(self._paths.gate(replica), GatePolicy)
+            writer = self._writers[replica] = self._writer(self._paths.gate(replica))
         self._policies[replica] = policy
         writer.publish(policy._replace(alive_until_ns=now_ns + self._lease_ns))
         writer.bell.ring()
+
+    @staticmethod
+    def _writer(path: Path) -> BoardWriter[GatePolicy]:
+        try:
+            return BoardWriter(path, GatePolicy)
+        except OSError as error:
+            hint = "check that node.run_dir is a tmpfs with room"
+            raise RoseError(f"gate board {path} cannot be made: {error.strerror}", hint) from None
 
     def renew(self, now_ns: int) -> None:
         """Extend every policy: same revision, later end.  No bell, as nothing changed."""

@@ -11,6 +11,7 @@ from prometheus_client.registry import Collector
 
 from rose.core.lifecycle import ReplicaState
 from rose.core.nodeview import NodeView
+from rose.errors import NotReady
 from rose_daemon.node.updates import UpdateHistory
 
 _CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -86,12 +87,17 @@ class MetricsServer:
         self._runner: web.AppRunner | None = None
 
     async def start(self) -> None:
-        """Listen.  Raises OSError."""
+        """Listen.  Raises NotReady."""
         application = web.Application()
         application.router.add_get("/metrics", self._answer)
         self._runner = web.AppRunner(application, access_log=None)
         await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", self._port).start()
+        try:
+            await web.TCPSite(self._runner, "127.0.0.1", self._port).start()
+        except OSError as error:
+            raise NotReady(
+                f"metrics on port {self._port}: {error.strerror}", "change node.metrics_port"
+            ) from None
 
     async def close(self) -> None:
         """Stop listening."""
