@@ -97,14 +97,16 @@ class Gatekeeper:
         self._writer = BoardWriter(boards.gate(replica), GatePolicy)
         self._lock = threading.Lock()
         self._stopped = threading.Event()
+        self._paused = False
         self.policy = GatePolicy(0, mode, 0, 0, 0, 0, 250_000_000, 60_000_000, 5_000_000)
         self.set()
         self._thread = threading.Thread(target=self._renew, daemon=True)
         self._thread.start()
 
     def set(self, **changes: int) -> None:
-        """Publish a new revision of the policy with these fields changed."""
+        """Publish a new revision of the policy with these fields changed (and renew it from now on)."""
         with self._lock:
+            self._paused = False
             self.policy = self.policy._replace(revision=self.policy.revision + 1, **changes)
             self._publish()
 
@@ -115,7 +117,13 @@ class Gatekeeper:
     def _renew(self) -> None:
         while not self._stopped.wait(0.25):
             with self._lock:
-                self._publish()
+                if not self._paused:
+                    self._publish()
+
+    def pause(self) -> None:
+        """Renew no more, as if rosed hung, until the next `set`."""
+        with self._lock:
+            self._paused = True
 
     def close(self) -> None:
         """Stop renewing."""

@@ -175,4 +175,5 @@ def _environment(
     if device == "cpu":
         # The plugin binds the worker (see cpu_worker); vLLM's own binding would undo that.
         env |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(max(cores, 1))}
+        env["VLLM_ZENTORCH_WEIGHT_PREPACK"] = "0"  # packed copies would not see weight updates
     return env

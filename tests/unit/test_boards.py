@@ -1,0 +1,342 @@
+"""Boards: what a reader makes of every state that a page can be in."""
+
+from __future__ import annotations
+
+import os
+import struct
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from rose.boards import (
+    PAGE_BYTES,
+    BoardPaths,
+    BoardReader,
+    BoardWriter,
+    Owner,
+    WatchedBoard,
+    process_start_ticks,
+)
+from rose.core.readings import NEVER, GatePolicy, ReplicaReading, SlackReading, Unknown
+from rose.errors import RoseError
+
+NOW_NS = 5_000_000_000
+STALE_NS = 1_000_000_000
+
+
+def policy(revision: int = 1) -> GatePolicy:
+    return GatePolicy(revision, 1, 512, 40, 3, NOW_NS, 250_000_000, 60_000_000, 5_000_000)
+
+
+def slack(stamp_ns: int = NOW_NS) -> SlackReading:
+    return SlackReading(stamp_ns, *range(1, len(SlackReading._fields)))
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "gate-r0.board"
+
+
+def run_python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
+
+
+def test_a_reader_sees_the_latest_record(path: Path) -> None:
+    writer = BoardWriter(path, GatePolicy)
+    reader = BoardReader(path, GatePolicy)
+    for revision in range(5):
+        writer.publish(policy(revision))
+        assert reader.read() == policy(revision)
+    assert reader.owner == Owner(os.getpid(), process_start_ticks(os.getpid()))
+
+
+@pytest.mark.parametrize("kind", [GatePolicy, SlackReading, ReplicaReading])
+def test_every_record_keeps_its_extremes(path: Path, kind: type[GatePolicy]) -> None:
+    writer, reader = BoardWriter(path, kind), BoardReader(path, kind)
+    for word in (0, -1, NEVER, -(1 << 63), (1 << 63) - 1):
+        record = kind(*[word] * len(kind._fields))
+        writer.publish(record)
+        assert reader.read() == record
+
+
+def test_a_record_that_does_not_fit_a_word_is_refused(path: Path) -> None:
+    writer, reader = BoardWriter(path, GatePolicy), BoardReader(path, GatePolicy)
+    writer.publish(policy(1))
+    with pytest.raises(struct.error):
+        writer.publish(policy(1 << 63))
+    assert reader.read() == policy(1)
+
+
+def test_an_empty_board_is_unknown(path: Path) -> None:
+    BoardWriter(path, GatePolicy)
+    assert BoardReader(path, GatePolicy).read() == Unknown("board_empty")
+
+
+def test_another_layout_is_foreign(path: Path) -> None:
+    writer = BoardWriter(path, GatePolicy)
+    writer.publish(policy())
+    assert BoardReader(path, SlackReading).read() == Unknown("board_foreign")
+
+
+def test_another_file_is_foreign(path: Path) -> None:
+    path.write_bytes(b"\xff" * PAGE_BYTES)
+    assert BoardReader(path, GatePolicy).read() == Unknown("board_foreign")
+
+
+@pytest.mark.parametrize("offset", [64, 72, 64 + 8 + 9 * 8, 1024, 1032, 1024 + 8 + 9 * 8])
+def test_a_changed_byte_is_torn_never_a_wrong_number(path: Path, offset: int) -> None:
+    writer, reader = BoardWriter(path, GatePolicy), BoardReader(path, GatePolicy)
+    writer.publish(policy(1))
+    writer.publish(policy(2))
+    with path.open("r+b") as page:
+        page.seek(offset)
+        byte = page.read(1)[0]
+        page.seek(offset)
+        page.write(bytes([byte ^ 0x40]))
+    assert reader.read() in (policy(2), Unknown("board_torn"))
+    assert reader.read() == (policy(2) if offset >= 1024 else Unknown("board_torn"))
+
+
+def test_a_wrong_sequence_is_torn(path: Path) -> None:
+    writer, reader = BoardWriter(path, GatePolicy), BoardReader(path, GatePolicy)
+    writer.publish(policy(1))
+    with path.open("r+b") as page:
+        page.seek(32)
+        page.write((77).to_bytes(8, "little"))
+    assert reader.read() == Unknown("board_torn")
+
+
+def test_no_torn_record_is_ever_read_under_way(path: Path) -> None:
+    """A writer at full speed in another process: each record has the same number in every word."""
+    writer_code = """
+import sys, time
+from pathlib import Path
+from rose.boards import BoardWriter
+from rose.core.readings import ReplicaReading
+writer = BoardWriter(Path(sys.argv[1]), ReplicaReading)
+words, end = len(ReplicaReading._fields), time.monotonic() + 1.5
+number = 0
+while time.monotonic() < end:
+    for number in range(number + 1, number + 200):
+        writer.publish(ReplicaReading(*[number] * words))
+print(number)
+"""
+    BoardWriter(path, ReplicaReading)
+    process = subprocess.Popen([sys.executable, "-c", writer_code, str(path)], stdout=subprocess.PIPE)
+    reader, seen, last = BoardReader(path, ReplicaReading), 0, 0
+    while process.poll() is None:
+        record = reader.read()
+        if not isinstance(record, Unknown):
+            assert len(set(record)) == 1, record
+            assert record[0] >= last
+            seen, last = seen + 1, record[0]
+    assert process.returncode == 0
+    assert seen > 100
+
+
+def test_a_new_writer_goes_on_where_the_old_one_ended(path: Path) -> None:
+    BoardWriter(path, GatePolicy).publish(policy(1))
+    reader = BoardReader(path, GatePolicy)
+    second = BoardWriter(path, GatePolicy)
+    assert reader.read() == policy(1)
+    second.publish(policy(2))
+    assert reader.read() == policy(2)
+
+
+def test_a_reader_of_a_short_file_says_so(path: Path) -> None:
+    path.write_bytes(b"short")
+    with pytest.raises(ValueError, match="mmap"):
+        BoardReader(path, GatePolicy)
+
+
+# ---- watched boards -----------------------------------------------------------------------------
+
+
+def watch(path: Path) -> WatchedBoard[SlackReading]:
+    return WatchedBoard(path, SlackReading, owner_check_ns=0)
+
+
+def test_a_watched_board_may_come_later(path: Path) -> None:
+    board = watch(path)
+    assert board.read(NOW_NS, STALE_NS) == Unknown("board_missing")
+    assert board.bell is None
+    assert board.owner is None
+    BoardWriter(path, SlackReading).publish(slack())
+    assert board.read(NOW_NS, STALE_NS) == slack()
+    assert board.bell is not None
+
+
+def test_a_stale_record_is_unknown_and_gives_its_age(path: Path) -> None:
+    BoardWriter(path, SlackReading).publish(slack(NOW_NS))
+    board = watch(path)
+    assert board.read(NOW_NS + STALE_NS, STALE_NS) == slack()
+    assert board.read(NOW_NS + STALE_NS + 1, STALE_NS) == Unknown("board_stale", STALE_NS + 1)
+    assert board.read(NOW_NS + 100 * STALE_NS, None) == slack()
+
+
+def test_a_record_from_the_future_is_unknown(path: Path) -> None:
+    BoardWriter(path, SlackReading).publish(slack(NOW_NS + 3 * STALE_NS))
+    assert watch(path).read(NOW_NS, STALE_NS) == Unknown("clock_jumped", -3 * STALE_NS)
+
+
+def test_a_truncated_file_is_unknown_not_a_bus_error(path: Path) -> None:
+    BoardWriter(path, SlackReading).publish(slack())
+    board = watch(path)
+    assert board.read(NOW_NS, STALE_NS) == slack()
+    os.truncate(path, 100)
+    assert board.read(NOW_NS, STALE_NS) == Unknown("board_truncated")
+    os.truncate(path, 0)
+    assert watch(path).read(NOW_NS, STALE_NS) == Unknown("board_truncated")
+
+
+def test_a_removed_and_replaced_file_is_followed(path: Path) -> None:
+    BoardWriter(path, SlackReading).publish(slack())
+    board = watch(path)
+    assert board.read(NOW_NS, STALE_NS) == slack()
+    path.unlink()
+    assert board.read(NOW_NS, STALE_NS) == Unknown("board_missing")
+    BoardWriter(path, SlackReading).publish(slack(NOW_NS + 1))
+    assert board.read(NOW_NS, STALE_NS) == slack(NOW_NS + 1)
+
+
+def test_a_directory_or_a_forbidden_path_is_missing(tmp_path: Path) -> None:
+    assert watch(tmp_path).read(NOW_NS, STALE_NS) == Unknown("board_missing")
+    assert watch(tmp_path / "no" / "such").read(NOW_NS, STALE_NS) == Unknown("board_missing")
+
+
+def test_a_writer_that_ended_is_gone(path: Path) -> None:
+    code = """
+import sys
+from pathlib import Path
+from rose.boards import BoardWriter
+from rose.core.readings import SlackReading
+BoardWriter(Path(sys.argv[1]), SlackReading).publish(SlackReading(int(sys.argv[2]), *[0] * 16))
+"""
+    run_python(code, str(path), str(NOW_NS))
+    board = watch(path)
+    assert board.read(NOW_NS, STALE_NS) == Unknown("owner_gone")
+    BoardWriter(path, SlackReading).publish(slack())
+    assert board.read(NOW_NS, STALE_NS) == slack()
+
+
+def test_a_killed_writer_is_gone_even_unreaped(path: Path) -> None:
+    code = """
+import sys, time
+from pathlib import Path
+from rose.boards import BoardWriter
+from rose.core.readings import SlackReading
+BoardWriter(Path(sys.argv[1]), SlackReading).publish(SlackReading(int(sys.argv[2]), *[0] * 16))
+print("up", flush=True)
+time.sleep(60)
+"""
+    command = [sys.executable, "-c", code, str(path), str(NOW_NS)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        board = watch(path)
+        assert not isinstance(board.read(NOW_NS, STALE_NS), Unknown)
+        process.kill()
+        deadline = time.monotonic() + 10
+        while not isinstance(board.read(NOW_NS, STALE_NS), Unknown):  # a zombie by now
+            assert time.monotonic() < deadline
+        assert board.read(NOW_NS, STALE_NS) == Unknown("owner_gone")
+
+
+def test_a_reused_pid_is_not_the_owner(path: Path) -> None:
+    """The page names our pid, but a process that started at another time."""
+    BoardWriter(path, SlackReading).publish(slack())
+    with path.open("r+b") as page:
+        page.seek(24)
+        page.write((process_start_ticks(os.getpid()) + 1).to_bytes(8, "little"))
+    assert watch(path).read(NOW_NS, STALE_NS) == Unknown("owner_gone")
+
+
+@pytest.mark.parametrize("pid", [0, -1, 1 << 40, 2**63 - 1])
+def test_a_senseless_pid_is_not_alive(path: Path, pid: int) -> None:
+    BoardWriter(path, SlackReading).publish(slack())
+    with path.open("r+b") as page:
+        page.seek(16)
+        page.write(pid.to_bytes(8, "little", signed=True))
+    assert watch(path).read(NOW_NS, STALE_NS) == Unknown("owner_gone")
+
+
+def test_without_pidfds_the_owner_is_looked_up(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(pid: int, flags: int = 0) -> int:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(os, "pidfd_open", refused)
+    BoardWriter(path, SlackReading).publish(slack())
+    assert watch(path).read(NOW_NS, STALE_NS) == slack()
+
+
+def test_watching_many_boards_leaks_no_descriptor(tmp_path: Path) -> None:
+    writer = BoardWriter(tmp_path / "b", SlackReading)
+    writer.publish(slack())
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for _ in range(50):
+        watch(tmp_path / "b").read(NOW_NS, STALE_NS)
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before + 2
+
+
+# ---- bells --------------------------------------------------------------------------------------
+
+
+def test_a_ring_ends_a_wait(path: Path) -> None:
+    writer = BoardWriter(path, GatePolicy)
+    reader = BoardReader(path, GatePolicy)
+    seen = reader.bell.count
+    ringer = threading.Timer(0.1, writer.bell.ring)
+    started = time.monotonic()
+    ringer.start()
+    reader.bell.wait(seen, 20_000_000_000)
+    assert time.monotonic() - started < 15
+    assert reader.bell.count == seen + 1
+    ringer.join()
+
+
+def test_a_ring_before_the_wait_is_not_lost(path: Path) -> None:
+    writer = BoardWriter(path, GatePolicy)
+    seen = writer.bell.count
+    writer.bell.ring()
+    started = time.monotonic()
+    writer.bell.wait(seen, 20_000_000_000)
+    assert time.monotonic() - started < 15
+
+
+def test_a_wait_ends_by_itself(path: Path) -> None:
+    bell = BoardWriter(path, GatePolicy).bell
+    bell.wait(bell.count, 20_000_000)
+    bell.wait(bell.count, 0)
+    bell.wait(bell.count, -5)
+
+
+def test_a_ring_crosses_processes(path: Path) -> None:
+    bell = BoardWriter(path, GatePolicy).bell
+    seen = bell.count
+    code = """
+import sys
+from pathlib import Path
+from rose.boards import BoardReader
+from rose.core.readings import GatePolicy
+BoardReader(Path(sys.argv[1]), GatePolicy).bell.ring()
+"""
+    run_python(code, str(path))
+    assert bell.count == seen + 1
+
+
+def test_an_unknown_machine_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "vax")
+    with pytest.raises(RoseError, match="vax"):
+        BoardWriter(path, GatePolicy)
+
+
+def test_paths_name_their_boards() -> None:
+    boards = BoardPaths(Path("/dev/shm/rose"))
+    assert boards.slack("serving").name == "slack-serving.board"
+    assert boards.gate("r0").name == "gate-r0.board"
+    assert boards.replica("r0").name == "replica-r0.board"
