@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -196,6 +197,29 @@ def test_a_killed_engine_loses_no_turn(host: Host) -> None:
     assert [attempt["end"] for attempt in answer.rose["attempts"]] == ["connection_lost", "finished"]
     turns = host.status()["turns"]
     assert (turns["finished"], turns["failed"], turns["in_flight"]) == (1, 0, 0)
+
+
+def test_clients_that_vanish_leave_nothing_running(host: Host) -> None:
+    """Orderly closes and resets, under the event loop that production uses."""
+    host.engine("a")
+    host.scheduler()
+    Job.create(host.url, "walk", model=MODEL, n_rl=1, n_serving_max=0)
+    host.ready()
+    for number in range(6):
+        body = {"messages": MESSAGES, "max_tokens": 1500, "ignore_eos": True, "stream": number % 2 == 0}
+        data = msgspec.json.encode(body)
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
+        with socket.create_connection(("127.0.0.1", host.port)) as client:
+            client.sendall(head.encode() + data)
+            wait(lambda: host.status()["turns"]["in_flight"] == 1)
+            if number >= 3:  # close with a reset
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        wait(lambda: host.status()["turns"]["in_flight"] == 0)
+    turns = host.status()["turns"]
+    assert (turns["arrived"], turns["cancelled"], turns["queued"]) == (6, 6, 0)
+    with urllib.request.urlopen(f"{host.engines['a'][1]}/metrics", timeout=5) as response:
+        running = [line for line in response.read().decode().splitlines() if "requests_running" in line]
+    assert running[0].endswith(" 0")
 
 
 def test_a_killed_scheduler_keeps_jobs_and_answers(host: Host) -> None:
