@@ -177,7 +177,7 @@ class WeightAgent:
             parameters_verified=len(manifest.parameters) if manifest else 0,
         )
         self.history.add(update)
-        log.info("weights", code="applied" if update.ok else "refused", **msgspec.to_builtins(update))
+        log.info("weight update", code="applied" if update.ok else "refused", **msgspec.to_builtins(update))
 
 
 def _difference(manifest: Manifest, live: Digests) -> str:
