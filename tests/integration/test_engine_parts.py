@@ -1,0 +1,282 @@
+"""Parts of the plugin on vLLM's own classes, without an engine: live weights, KV budget, version check."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+
+from rose.engines.vllm.settings import PluginSettings
+from rose.errors import RoseError
+from rose.units import JobId, WeightVersion
+from rose.weights.bits import Bits, as_bits
+from rose.weights.container import encode_version, write_version
+from rose.weights.digests import digest_state
+
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.engine
+
+State = dict[str, Bits]
+
+
+def toy_model() -> Any:
+    """A fused projection, a padded embedding, a plain norm: as vLLM holds them."""
+    torch.manual_seed(0)
+
+    class Toy(torch.nn.Module):  # type: ignore[misc, name-defined]
+        packed_modules_mapping: ClassVar = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.attn = torch.nn.Module()
+            self.attn.qkv_proj = torch.nn.Linear(4, 16, bias=True, dtype=torch.bfloat16)
+            self.attn.qkv_proj.output_sizes = [8, 4, 4]
+            self.embed = torch.nn.Embedding(10, 4, dtype=torch.bfloat16)
+            self.embed.org_vocab_size = 7
+            self.norm = torch.nn.LayerNorm(4, bias=False, dtype=torch.bfloat16)
+
+    return Toy()
+
+
+def live_of(model: Any) -> Any:
+    from rose.engines.vllm.weights import LiveWeights  # noqa: PLC0415 (imports vLLM)
+
+    return LiveWeights(model, tensor_parallel=1)
+
+
+def state_of(live: Any) -> State:
+    return {name: Bits(p.dtype, p.shape, p.read().copy()) for name, p in live.parameters.items()}
+
+
+def stepped(state: State) -> State:
+    after = {}
+    for name, bits in state.items():
+        words = bits.words.copy()
+        words[:: max(1, words.size // 3)] ^= 3
+        after[name] = Bits(bits.dtype, bits.shape, words)
+    return after
+
+
+def write(path: Path, base: State | None, target: State, version: int = 1) -> Path:
+    base_version = None if base is None else WeightVersion(version - 1)
+    write_version(path, encode_version(JobId("j"), WeightVersion(version), base_version, base, target))
+    return path
+
+
+def test_parameters_have_the_names_and_shapes_of_the_checkpoint() -> None:
+    model = toy_model()
+    live = live_of(model)
+    shapes = {name: parameter.shape for name, parameter in live.parameters.items()}
+    assert shapes == {
+        "attn.q_proj.weight": (8, 4),
+        "attn.k_proj.weight": (4, 4),
+        "attn.v_proj.weight": (4, 4),
+        "attn.q_proj.bias": (8,),
+        "attn.k_proj.bias": (4,),
+        "attn.v_proj.bias": (4,),
+        "embed.weight": (7, 4),
+        "norm.weight": (4,),
+    }
+    expected = as_bits(model.attn.qkv_proj.weight.data[8:12]).words
+    assert np.array_equal(live.parameters["attn.k_proj.weight"].read(), expected)
+
+
+def test_a_delta_and_an_anchor_lead_to_the_same_bytes(tmp_path: Path) -> None:
+    live, other = live_of(toy_model()), live_of(toy_model())
+    before = state_of(live)
+    target = stepped(before)
+    live.apply(live.stage(write(tmp_path / "delta", before, target), 1, 0))
+    other.apply(other.stage(write(tmp_path / "anchor", None, target), 1, 0))
+    assert live.digests() == {"version": 1, "digests": digest_state(target)} == other.digests()
+    back = write(tmp_path / "back", target, before, version=2)
+    live.apply(live.stage(back, 2, 1))
+    assert live.digests()["digests"] == digest_state(before)
+
+
+def test_padding_rows_are_left_alone(tmp_path: Path) -> None:
+    model = toy_model()
+    live = live_of(model)
+    padding = model.embed.weight.data[7:].clone()
+    before = state_of(live)
+    live.apply(live.stage(write(tmp_path / "v1", before, stepped(before)), 1, 0))
+    assert torch.equal(model.embed.weight.data[7:], padding)
+
+
+@pytest.mark.parametrize("fail_at", [0, 3, 7])
+def test_a_write_that_fails_half_way_is_taken_back(tmp_path: Path, fail_at: int) -> None:
+    from rose.engines.vllm.weights import ApplyFailed  # noqa: PLC0415
+
+    live = live_of(toy_model())
+    before = state_of(live)
+    staged = live.stage(write(tmp_path / "v1", before, stepped(before)), 1, 0)
+    writes = list(staged.writes)
+    spoiled = writes[fail_at]
+    outside = torch.full_like(spoiled.indices, 1 << 30) if spoiled.indices is not None else None
+    writes[fail_at] = spoiled._replace(
+        indices=outside, words=spoiled.words[:-1] if outside is None else spoiled.words
+    )
+    with pytest.raises(ApplyFailed, match="taken back"):
+        live.apply(staged._replace(writes=tuple(writes)))
+    assert live.digests() == {"version": 0, "digests": digest_state(before)}
+    live.apply(staged)
+    assert live.version == 1
+
+
+def test_bits_that_do_not_stay_are_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rose.engines.vllm import weights  # noqa: PLC0415
+
+    live = live_of(toy_model())
+    before = state_of(live)
+    staged = live.stage(write(tmp_path / "v1", before, stepped(before)), 1, 0)
+    do, calls = weights._Write.do, []
+
+    def lossy(self: Any, words: Any) -> None:
+        calls.append(self)
+        do(self, words ^ 1 if len(calls) == 5 else words)
+
+    monkeypatch.setattr(weights._Write, "do", lossy)
+    with pytest.raises(weights.ApplyFailed, match="reads back"):
+        live.apply(staged)
+    monkeypatch.undo()
+    assert live.digests()["digests"] == digest_state(before)
+
+
+def test_staging_in_the_background_is_one_at_a_time(tmp_path: Path) -> None:
+    live = live_of(toy_model())
+    before = state_of(live)
+    path = str(write(tmp_path / "v1", before, stepped(before)))
+    assert live.stage_state() == {"state": "idle"}
+    assert live.apply_staged(1) == {"error": "not_staged", "version_held": 0}
+    assert live.stage_in_background(path, 1, 0) == {"state": "staging"}
+    assert live.stage_in_background(path, 1, 0)["state"] == "busy"
+    while (state := live.stage_state())["state"] == "staging":
+        pass
+    assert (state["state"], state["changed"]) == ("staged", live._staging.result().changed)
+    assert live.apply_staged(2)["error"] == "not_staged"
+    assert live.apply_staged(1)["version"] == 1
+    assert live.stage_state() == {"state": "idle"}
+    live.stage_in_background(path, 1, 0)
+    assert live.discard() == {"version_held": 1}
+    live.stage_in_background(str(tmp_path / "none"), 2, 1)
+    while (state := live.stage_state())["state"] == "staging":
+        pass
+    assert (state["state"], state["error"], state["version_held"]) == ("refused", "corrupt_delta", 1)
+    assert live.stage_in_background(path, 2, 1) == {"state": "staging"}  # the place is free again
+    live.close()
+
+
+def test_what_cannot_be_updated_is_refused_at_start() -> None:
+    from rose.engines.vllm.weights import LiveWeights  # noqa: PLC0415
+
+    with pytest.raises(RoseError, match="tensor_parallel_size=2"):
+        LiveWeights(toy_model(), tensor_parallel=2)
+    packed = toy_model()
+    packed.norm.weight = torch.nn.Parameter(torch.empty(0), requires_grad=False)
+    with pytest.raises(RoseError, match=r"norm\.weight"):
+        LiveWeights(packed, tensor_parallel=1)
+
+
+# ---- KV budget on vLLM's own block pool -----------------------------------------------------------
+
+
+def budget_of(blocks: int) -> tuple[Any, Any]:
+    from vllm.v1.core.block_pool import BlockPool  # noqa: PLC0415
+
+    from rose.engines.vllm.kv_budget import KvBudget  # noqa: PLC0415
+
+    pool = BlockPool(blocks, enable_caching=True, hash_block_size=16)
+    holders = SimpleNamespace(req_to_blocks={})
+    coordinator = SimpleNamespace(single_type_managers=[holders])
+    manager = SimpleNamespace(block_pool=pool, coordinator=coordinator)
+    return KvBudget(SimpleNamespace(kv_cache_manager=manager, block_size=16)), pool  # type: ignore[arg-type]
+
+
+def test_a_budget_parks_and_gives_back() -> None:
+    budget, pool = budget_of(65)
+    assert (budget.total_blocks, budget.used_blocks) == (64, 0)
+    assert budget.set(10)
+    assert pool.get_num_free_blocks() == 10
+    taken = pool.get_new_blocks(10)
+    assert sorted(block.block_id for block in taken) == list(range(1, 11))
+    assert budget.used_blocks == 10
+    assert budget.set(64)
+    assert pool.get_num_free_blocks() == 54
+    pool.free_blocks(taken)
+    assert (pool.get_num_free_blocks(), budget.used_blocks) == (64, 0)
+
+
+def test_a_block_that_is_still_held_defers_the_budget() -> None:
+    budget, pool = budget_of(33)
+    taken = pool.get_new_blocks(20)
+    assert not budget.set(10)
+    assert budget.used_blocks == 20
+    pool.free_blocks(taken)
+    assert budget.set(10)
+    assert pool.get_num_free_blocks() == 10
+
+
+def test_holders_above_the_budget_are_found() -> None:
+    budget, pool = budget_of(33)
+    low, high = pool.get_new_blocks(4), pool.get_new_blocks(4)
+    budget._managers[0].req_to_blocks = {
+        "low": low,
+        "high": high,
+        "both": [low[0], high[0]],
+        "null": [pool.null_block],
+    }
+    assert budget.holders_above(4) == {"high", "both"}
+    assert budget.holders_above(32) == set()
+    assert budget.holders_above(1) == {"low", "high", "both"}
+
+
+def test_what_fits_counts_whole_blocks() -> None:
+    budget, _ = budget_of(33)
+    assert budget.fits(512)
+    assert not budget.fits(513)
+    budget.set(2)
+    assert budget.fits(32)
+    assert not budget.fits(33)
+    assert budget.fits(33, budget_blocks=3)
+
+
+def test_low_numbers_are_taken_first_whatever_the_order_of_freeing() -> None:
+    budget, pool = budget_of(33)
+    blocks = pool.get_new_blocks(32)
+    rng = np.random.default_rng(0)
+    pool.free_blocks([blocks[index] for index in rng.permutation(32)])
+    assert [block.block_id for block in pool.get_new_blocks(5)] == [1, 2, 3, 4, 5]
+    assert [block.block_id for block in pool.get_new_blocks(1)] == [6]
+    assert budget.used_blocks == 6
+
+
+# ---- plugin ---------------------------------------------------------------------------------------
+
+
+def test_an_untested_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    import vllm.version  # noqa: PLC0415
+
+    from rose.engines.vllm.plugin import check_version  # noqa: PLC0415
+
+    given = {"role": "rollout", "name": "r0", "run_dir": "/r", "token_file": "/t"}
+    check_version(PluginSettings(**given))
+    for other in ("0.31.2", "0.33.0", "1.32.0", "0.320.1"):
+        monkeypatch.setattr(vllm.version, "__version__", other)
+        with pytest.raises(RoseError, match=other.replace(".", r"\.")):
+            check_version(PluginSettings(**given))
+        check_version(PluginSettings(**given, allow_untested=True))
+
+
+def test_without_settings_the_plugin_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition  # noqa: PLC0415
+
+    from rose.engines.vllm.plugin import register  # noqa: PLC0415
+
+    for name in [name for name in os.environ if name.startswith("ROSE_ENGINE_")]:
+        monkeypatch.delenv(name)
+    before = SpinCondition.wait
+    register()
+    assert SpinCondition.wait is before
