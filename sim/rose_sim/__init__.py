@@ -1,1 +1,1 @@
-"""The simulator's place: it will drive `rose.core` with a virtual clock.  Empty in this release."""
+"""The simulator: drives the policy machines of `rose.core` with a virtual clock and trace-driven load."""
