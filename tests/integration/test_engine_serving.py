@@ -177,5 +177,5 @@ def test_a_kv_cut_reaches_the_client_over_http(engine_pair: EnginePair) -> None:
 
 
 def test_a_request_that_no_budget_could_hold_is_an_error(engine_pair: EnginePair) -> None:
-    body = {"model": "rollout", "prompt": [7] * 2040, "max_tokens": 64}
+    body = {"model": "rollout", "prompt": [7] * 2100, "max_tokens": 64}
     assert engine_pair.rollout.http.post("/v1/completions", json=body).status_code == 400

@@ -19,7 +19,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.request import RequestStatus
 
-from rose.core.readings import LimitStatus, Unknown
+from rose.core.readings import Unknown
 from rose.engines.vllm.kv_budget import KvBudget
 from rose.engines.vllm.replica_board import ReplicaBoard
 from rose.engines.vllm.settings import PluginSettings
@@ -171,7 +171,9 @@ class RolloutMixin:
                 self._rose_salt(request, f"v{self._rose_version}")
             super().add_request(request)  # type: ignore[misc]
             if new and not self._rose_kv.fits(request.num_prompt_tokens + 1):
-                self._rose_end([request.request_id], OVER_BUDGET)
+                self._rose_gate.decide(time.monotonic_ns())  # the budget may have grown since the last step
+                self._rose_apply_budget()
+                self._rose_end_those_too_large([request.request_id])
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: Any) -> Any:
         """As vLLM."""
@@ -235,20 +237,14 @@ class RolloutMixin:
         if wanted < self._rose_kv.budget_blocks:
             self._rose_end(self._rose_kv.holders_above(wanted), KV_BUDGET_CUT)
         self._rose_board.budget_complete = self._rose_kv.set(wanted)
-        too_large = [
-            request.request_id
-            for request in self.requests.values()
-            if not self._rose_kv.fits(request.num_prompt_tokens + 1)
-        ]
+        self._rose_end_those_too_large(list(self.requests))
+
+    def _rose_end_those_too_large(self, request_ids: Iterable[str]) -> None:
+        """A request that the whole budget cannot hold would preempt itself for ever."""
+        present = [self.requests[each] for each in request_ids if each in self.requests]
+        too_large = [each.request_id for each in present if not self._rose_kv.fits(each.num_tokens + 1)]
         if too_large:
             self._rose_end(too_large, OVER_BUDGET)
-
-    def _rose_end_those_too_large(self, preempted: Iterable[str]) -> None:
-        """A request that has outgrown the whole budget would preempt itself for ever."""
-        for request_id in sorted(preempted):
-            request = self.requests.get(request_id)
-            if request is not None and not self._rose_kv.fits(request.num_tokens + 1):
-                self._rose_end([request_id], OVER_BUDGET)
 
     def _rose_publish(self) -> None:
         self._rose_board.publish(
@@ -274,6 +270,3 @@ class RolloutScheduler(RolloutMixin, Scheduler):
 
 class RolloutAsyncScheduler(RolloutMixin, AsyncScheduler):
     """For engines that schedule ahead (GPU)."""
-
-
-__all__ = ["KV_BUDGET_CUT", "OVER_BUDGET", "LimitStatus", "RolloutAsyncScheduler", "RolloutScheduler"]
