@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from rose.errors import ConfigError
 from rose_daemon.harness.interrupts import INTERRUPTED, Interrupts
 from rose_daemon.harness.load import Budgets
 from rose_daemon.harness.replay import ReplayPlan
 from rose_daemon.harness.screen import Screen
+from rose_daemon.harness.summary import write_report
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
@@ -30,8 +29,8 @@ def demo(
         Path | None, typer.Option(help="Azure LLM inference CSV to replay; default: a generated trace.")
     ] = None,
     offset: Annotated[float, typer.Option(min=0, help="Seconds of the trace to skip.")] = 0.0,
-    rate: Annotated[float, typer.Option(min=0.01, help="Mean serving requests a second.")] = 2.0,
-    size_divisor: Annotated[float, typer.Option(help="How much shorter requests are than recorded.")] = 24.0,
+    rate: Annotated[float, typer.Option(min=0.01, help="Mean serving requests a second.")] = 4.0,
+    size_divisor: Annotated[float, typer.Option(help="How much shorter requests are than recorded.")] = 8.0,
     ttft_ms: Annotated[float, typer.Option(min=1, help="TTFT budget.")] = 250.0,
     tpot_ms: Annotated[float, typer.Option(min=1, help="TPOT budget.")] = 60.0,
     seed: Annotated[int, typer.Option(help="Of the trace, the prompts and the lakes.")] = 1,
@@ -73,15 +72,7 @@ def demo(
     report = reports.build(found)
     for path in (options.directory / "report.json", json_file):
         if path is not None:
-            _write(path, report)
+            write_report(path, report)
     reports.show(report, console)
     console.print(f"report: {options.directory / 'report.json'}", soft_wrap=True)
     raise typer.Exit(report["exit_code"])
-
-
-def _write(path: Path, report: dict[str, object]) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path}: the report cannot be written: {error.strerror}") from None

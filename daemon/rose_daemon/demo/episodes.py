@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import openai
 
-from rose_daemon.demo.lake import Lake, read_move, reward
+from rose_daemon.demo.lake import ACTIONS, Lake, read_move, reward
 from rose_daemon.demo.ledger import Answer, Attempt, TurnLedger
 
 TURN_TIMEOUT_S = 300.0
@@ -23,10 +23,10 @@ EQUAL = 1e-9
 class EpisodePlan(msgspec.Struct, frozen=True, kw_only=True):
     """Size of one RL step."""
 
-    groups: int = 4
+    groups: int = 8
     group_size: int = 4
-    turns_max: int = 5
-    answer_tokens: int = 24
+    turns_max: int = 6
+    answer_tokens: int = 32
     temperature: float = 1.0
 
 
@@ -150,10 +150,12 @@ class Player:
                 turns.append(answer)
                 if on_turn is not None:
                     on_turn(answer)
-                lake.play(read_move(answer.text, answer.output_ids))
+                move = read_move(answer.text, answer.output_ids)
+                lake.play(move)
+                # The history holds the move, not the words: short, and its tokens are the same for everybody.
                 messages = [
                     *messages,
-                    {"role": "assistant", "content": answer.text},
+                    {"role": "assistant", "content": ACTIONS[move.action]},
                     {"role": "user", "content": lake.describe()},
                 ]
             outcome = lake.outcome()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -55,7 +54,7 @@ def promises(cores: Cores, replicas: Iterable[ReplicaConfig]) -> dict[str, Place
     host = Place(frozenset({cores.host}), "SCHED_OTHER")
     leftover = Place(frozenset({cores.host}), "SCHED_IDLE")
     accelerator = Place(frozenset({cores.shared}), "SCHED_OTHER")
-    promised = dict.fromkeys(("load generator and agents", "relay", "scheduler and gateway", "rosed"), host)
+    promised = dict.fromkeys(("load generator and agents", "relay", "scheduler", "rosed"), host)
     engines = {SERVING_NAME: accelerator}
     for replica in replicas:
         engines[replica.id] = accelerator if replica.kind == "opportunistic" else leftover
@@ -138,9 +137,3 @@ def parse_cpus(text: str) -> frozenset[int]:
         first, _, last = part.partition("-")
         cpus.update(range(int(first), int(last or first) + 1))
     return frozenset(cpus)
-
-
-def pin_this_process(core: int) -> None:
-    """Bind all threads of this process; those made later inherit it."""
-    for thread in Path("/proc/self/task").iterdir():
-        os.sched_setaffinity(int(thread.name), {core})

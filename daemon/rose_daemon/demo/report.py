@@ -19,10 +19,7 @@ from rose_daemon.demo.placement import PlacementRow
 from rose_daemon.demo.training import Trained
 from rose_daemon.harness.load import Budgets, RequestRecord
 from rose_daemon.harness.stats import percentile, rounded
-from rose_daemon.harness.summary import head, serving_figures, violations
-
-SLO_BREACH_SHARE = 0.005
-"""Share of requests that may break a budget."""
+from rose_daemon.harness.summary import SLO_BREACH_SHARE, head, serving_figures, violations
 
 
 class CutRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -109,6 +106,8 @@ def verdict(report: dict[str, Any]) -> tuple[Exit, list[str]]:
         wrong.append(
             f"{weights['versions_published']} versions published, {weights['versions_applied']} applied"
         )
+    if not any(version["prompts_moved_since_0"] for version in weights["versions"]):
+        wrong.append("no version answers a fixed prompt otherwise than version 0")
     if not all(version["changed"] for version in weights["versions"]):
         wrong.append("a version changed no weight")
     wrong += [f"replica {name} finished no turn" for name, turns in rollout["turns"].items() if not turns]

@@ -24,7 +24,7 @@ from rose.units import JobId, ReplicaId
 from rose_daemon.demo.audit import Answers, Evidence, VersionAudit, audit, fixed_prompts, gather_evidence
 from rose_daemon.demo.episodes import EpisodePlan, Group, Player
 from rose_daemon.demo.ledger import TurnLedger
-from rose_daemon.demo.placement import check, observe, pin_this_process, promises
+from rose_daemon.demo.placement import check, observe, promises
 from rose_daemon.demo.report import CutRecord, Findings, StepRecord
 from rose_daemon.demo.training import Sample, Trained, Trainer, TrainerSettings, trainer_command
 from rose_daemon.harness.interrupts import Interrupts
@@ -32,7 +32,7 @@ from rose_daemon.harness.load import Budgets, TraceLoad, open_client, repeat
 from rose_daemon.harness.processes import Placement, until
 from rose_daemon.harness.replay import ReplayPlan, plan_replay
 from rose_daemon.harness.screen import Screen
-from rose_daemon.harness.stack import Cores, Stack, StackPlan
+from rose_daemon.harness.stack import Cores, Stack, StackPlan, pin_this_process
 from rose_daemon.harness.stats import percentile
 
 JOB = JobId("job-0")

@@ -13,7 +13,8 @@ from rose.units import NS_PER_S
 
 GENERATED_PERIOD_S = 120.0
 """The stand-in's day, so that a short run sees its peak and its trough."""
-GENERATED_RPS = 5.0
+GENERATED_RPS = 10.0
+"""More than a small machine takes: thinned to the plan's rate."""
 
 
 class ReplayPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -22,12 +23,12 @@ class ReplayPlan(msgspec.Struct, frozen=True, kw_only=True):
     path: Path | None
     offset_s: float = 0.0
     duration_s: float = 120.0
-    rate_rps: float = 2.5
-    size_divisor: float = 24.0
+    rate_rps: float = 4.0
+    size_divisor: float = 8.0
     prompt_tokens_min: int = 8
     prompt_tokens_max: int = 256
     output_tokens_min: int = 4
-    output_tokens_max: int = 48
+    output_tokens_max: int = 64
 
 
 class Replay(msgspec.Struct, frozen=True):

@@ -59,6 +59,12 @@ class Cores(msgspec.Struct, frozen=True):
         return cls(allowed[0], allowed[1])
 
 
+def pin_this_process(core: int) -> None:
+    """Bind all threads of this process; those made later inherit it."""
+    for thread in Path("/proc/self/task").iterdir():
+        os.sched_setaffinity(int(thread.name), {core})
+
+
 class StackPlan(msgspec.Struct, frozen=True, kw_only=True):
     """What to start."""
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
+from rose.errors import ConfigError
 from rose_daemon.harness.load import LATE_MS, Budgets, RequestRecord
 from rose_daemon.harness.stats import percentiles, rounded, wilson
 
 SCHEMA = 1
+SLO_BREACH_SHARE = 0.005
+"""Share of requests that may break a budget."""
 VIOLATIONS_MAX = 200
 """Longest list of broken requests in a report; the rest only counts."""
 
@@ -70,3 +75,12 @@ def violations(records: Sequence[RequestRecord], budgets: Budgets) -> list[dict[
         if (cause := record.breach(budgets))
     ]
     return broken[:VIOLATIONS_MAX]
+
+
+def write_report(path: Path, report: dict[str, Any]) -> None:
+    """Write a report as JSON.  Raises ConfigError when the path is unusable."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: the report cannot be written: {error.strerror}") from None

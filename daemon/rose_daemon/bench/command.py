@@ -1,0 +1,79 @@
+"""`rose bench`: measurements."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from rose_daemon.harness.interrupts import INTERRUPTED, Interrupts
+from rose_daemon.harness.load import Budgets
+from rose_daemon.harness.replay import ReplayPlan
+from rose_daemon.harness.screen import Screen
+from rose_daemon.harness.summary import write_report
+
+app = typer.Typer(rich_markup_mode=None, add_completion=False, no_args_is_help=True)
+
+DIRECTORY = Path("out/bench-coserve")
+
+
+@app.callback()
+def bench() -> None:
+    """Measure ROSE on this machine."""
+
+
+@app.command()
+def coserve(
+    modes: Annotated[
+        str, typer.Option(help="Comma-separated: alone, naive, rose-strict, rollout-alone.")
+    ] = "alone,naive,rose-strict",
+    rounds: Annotated[int, typer.Option(min=1, help="Times that each mode is measured.")] = 3,
+    duration: Annotated[float, typer.Option(min=1, help="Seconds of one run.")] = 40.0,
+    trace: Annotated[
+        Path | None, typer.Option(help="Azure LLM inference CSV to replay; default: a generated trace.")
+    ] = None,
+    offset: Annotated[float, typer.Option(min=0, help="Seconds of the trace to skip.")] = 0.0,
+    rate: Annotated[float, typer.Option(min=0.01, help="Mean serving requests a second.")] = 5.0,
+    size_divisor: Annotated[float, typer.Option(help="How much shorter requests are than recorded.")] = 6.5,
+    concurrency: Annotated[int, typer.Option(min=1, help="Rollout requests at a time.")] = 16,
+    ttft_ms: Annotated[float, typer.Option(min=1, help="TTFT budget.")] = 250.0,
+    tpot_ms: Annotated[float, typer.Option(min=1, help="TPOT budget.")] = 60.0,
+    seed: Annotated[int, typer.Option(help="Of the traces, the prompts, and the bootstrap.")] = 1,
+    out: Annotated[Path, typer.Option(help="Where configuration, logs and report go.")] = DIRECTORY,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the report here as well.")] = None,
+) -> None:
+    """Serve a trace alone, beside ungated rollout, and beside gated rollout, on the same pair of engines.
+
+    Exit code 5 when a gated mode broke a budget for more than 0.5% of its requests.
+    """
+    # vLLM's models take seconds to make and import: not for --help.
+    from rose_daemon.bench import report as reports  # noqa: PLC0415
+    from rose_daemon.bench.coserve import Coserve, CoserveOptions, parse_modes  # noqa: PLC0415
+
+    options = CoserveOptions(
+        directory=out.resolve(),
+        modes=parse_modes(modes),
+        rounds=rounds,
+        trace=ReplayPlan(
+            path=trace, offset_s=offset, duration_s=duration, rate_rps=rate, size_divisor=size_divisor
+        ),
+        concurrency=concurrency,
+        budgets=Budgets(ttft_ms, tpot_ms),
+        seed=seed,
+    )
+    console = Console(highlight=False)
+    with Screen(console) as screen:
+        interrupts = Interrupts(screen.say)
+        measured = interrupts.run(Coserve(options, screen, interrupts).run())
+    if measured is None:
+        console.print("interrupted; everything that was started has ended")
+        raise typer.Exit(INTERRUPTED)
+    report = reports.build(measured)
+    for path in (options.directory / "report.json", json_file):
+        if path is not None:
+            write_report(path, report)
+    reports.show(report, console)
+    console.print(f"report: {options.directory / 'report.json'}", soft_wrap=True)
+    raise typer.Exit(report["exit_code"])
