@@ -16,6 +16,8 @@ from typer.main import get_command
 
 from rose import config
 from rose.cli.main import app
+from rose.engines.vllm.launch import serving_command
+from rose.engines.vllm.settings import PluginSettings
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("rose", "daemon/rose_daemon", "kernels/rose_kernels", "sim/rose_sim")
@@ -210,6 +212,20 @@ def test_the_configuration_in_the_readme_is_accepted() -> None:
     assert blocks
     for block in blocks:
         config.build(tomllib.loads(block), "README.md")
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_serving_engine_in_the_readme_is_the_one_rose_would_start(device: str) -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    environ = dict(re.findall(r"(ROSE_ENGINE_\w+)=(\S+)", text))
+    settings = PluginSettings.from_environ(environ)
+    assert settings is not None
+    command = serving_command(
+        model="m", port=1, run_dir=settings.run_dir, token_file=settings.token_file, device=device
+    )
+    assert PluginSettings.from_environ(command.env) == settings
+    for option in ("--scheduler-cls", "--worker-cls"):
+        assert command.argv[command.argv.index(option) + 1].rpartition(".")[2] in text
 
 
 def test_readme_names_every_command() -> None:
