@@ -13,7 +13,7 @@ from rose.errors import Exit
 from rose_daemon.bench.coserve import Measured, Mode, Run, of_mode
 from rose_daemon.harness.load import Budgets
 from rose_daemon.harness.stats import bootstrap, percentile, percentiles, rounded
-from rose_daemon.harness.summary import SLO_BREACH_SHARE, head, serving_figures, violations
+from rose_daemon.harness.summary import breaches, head, serving_figures, violations
 
 VIOLATIONS_PER_MODE = 50
 PROTECTED = (Mode.ROSE_STRICT,)
@@ -47,7 +47,7 @@ def verdict(report: dict[str, Any]) -> Exit:
     """5 when a mode that promises to keep the budgets broke them, else 0."""
     for mode in PROTECTED:
         share = report["modes"].get(str(mode), {}).get("within_budget_share")
-        if share is not None and 1 - share > SLO_BREACH_SHARE:
+        if share is not None and breaches(share):
             return Exit.SLO_BREACH
     return Exit.OK
 

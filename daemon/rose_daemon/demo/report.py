@@ -19,7 +19,7 @@ from rose_daemon.demo.placement import PlacementRow
 from rose_daemon.demo.training import Trained
 from rose_daemon.harness.load import Budgets, RequestRecord
 from rose_daemon.harness.stats import percentile, rounded
-from rose_daemon.harness.summary import SLO_BREACH_SHARE, head, serving_figures, violations
+from rose_daemon.harness.summary import breaches, head, serving_figures, violations
 
 
 class CutRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -121,7 +121,7 @@ def verdict(report: dict[str, Any]) -> tuple[Exit, list[str]]:
     share = report["serving"]["within_budget_share"]
     if share is None:
         return Exit.ERROR, ["no serving request was sent"]
-    if 1 - share > SLO_BREACH_SHARE:
+    if breaches(share):
         return Exit.SLO_BREACH, [f"{1 - share:.1%} of serving requests broke their budget"]
     return Exit.OK, []
 

@@ -103,6 +103,10 @@ class Trainer:
         assert isinstance(reply, Trained), reply
         return reply
 
+    async def stop(self, grace_s: float) -> None:
+        """End the process."""
+        await self._child.stop(grace_s)
+
     async def _receive(self) -> Started | Trained:
         assert self._child.process.stdout is not None
         line = await self._child.process.stdout.readline()

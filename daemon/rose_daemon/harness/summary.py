@@ -61,6 +61,11 @@ def serving_figures(records: Sequence[RequestRecord], budgets: Budgets) -> dict[
     }
 
 
+def breaches(within_budget_share: float) -> bool:
+    """Whether more requests broke their budget than may."""
+    return round(1 - within_budget_share, 9) > SLO_BREACH_SHARE
+
+
 def violations(records: Sequence[RequestRecord], budgets: Budgets) -> list[dict[str, Any]]:
     """The requests that broke a budget, the first of them."""
     broken = [

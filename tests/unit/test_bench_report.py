@@ -1,0 +1,173 @@
+"""The co-serving benchmark's modes, report and exit code."""
+
+from __future__ import annotations
+
+import os
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+from rich.console import Console
+from rose_daemon.bench import report as reports
+from rose_daemon.bench.coserve import CoserveOptions, Measured, Mode, Run, generated_tokens, parse_modes
+from rose_daemon.harness.load import RequestRecord, Target, open_client
+from rose_daemon.harness.replay import ReplayPlan, plan_replay
+from rose_daemon.harness.stack import Cores
+
+from rose.core.readings import ReplicaReading
+from rose.errors import ConfigError, EngineFailed, Exit, RoseError
+from rose.units import NS_PER_MS
+
+
+def record(ttft_ms: float, gap_ms: float = 10) -> RequestRecord:
+    made = RequestRecord(0, planned_ns=0, prompt_tokens=4, output_tokens=3)
+    made.token_ns = [round((ttft_ms + gap_ms * n) * NS_PER_MS) for n in range(3)]
+    return made
+
+
+def run(mode: Mode, index: int, ttfts_ms: list[float], tokens: int = 0) -> Run:
+    return Run(
+        mode=mode,
+        round=index,
+        elapsed_s=10.0,
+        records=[record(ms) for ms in ttfts_ms],
+        rollout_tokens=tokens,
+        rollout_errors=0,
+        serving_busy_share=0.5,
+        rollout_busy_share=0.4,
+        gate_transitions=7,
+    )
+
+
+def measured(strict_ms: float = 60) -> Measured:
+    modes = (Mode.ALONE, Mode.NAIVE, Mode.ROSE_STRICT, Mode.ROLLOUT_ALONE)
+    options = CoserveOptions(directory=Path(), modes=modes, rounds=2, trace=ReplayPlan(path=None))
+    trace = {"trace": "t", "offset": 0.0, "size_divisor": 8.0, "rate_scale": 0.5}
+    runs = [
+        one
+        for index in range(2)
+        for one in (
+            run(Mode.ALONE, index, [20.0] * 100),
+            run(Mode.NAIVE, index, [20.0] * 50 + [900.0] * 50, 10_000),
+            run(Mode.ROSE_STRICT, index, [40.0] * 99 + [strict_ms], 7_000),
+            run(Mode.ROLLOUT_ALONE, index, [], 14_000),
+        )
+    ]
+    gate = ReplicaReading(*[0] * len(ReplicaReading._fields))._replace(
+        overhead_p50_ns=4000, overhead_p99_ns=9000
+    )
+    return Measured(
+        started_at=datetime(2026, 1, 2, tzinfo=UTC),
+        options=options,
+        cores=Cores(0, 1),
+        traces=[trace, trace],
+        runs=runs,
+        gate=gate,
+    )
+
+
+def test_report_has_its_stable_keys() -> None:
+    report = reports.build(measured())
+    naive, strict = report["modes"]["naive"], report["modes"]["rose-strict"]
+    assert report["budgets"] == {"ttft_ms": 250, "tpot_ms": 60}
+    assert naive["requests"] == 200
+    assert naive["within_budget_share"] == 0.5
+    assert naive["within_budget_ci"][0] < 0.5 < naive["within_budget_ci"][1]
+    assert naive["ttft_ms"]["p99"] == 900
+    assert naive["ttft_ms"]["p99_ci"] == [900, 900]
+    assert naive["itl_ms"] == {"p99": 10, "max": 10}
+    assert strict["rollout_tokens_per_s"] == 700
+    assert strict["share_of_reference"] == 0.5
+    assert [one["round"] for one in strict["rounds"]] == [0, 1]
+    assert report["modes"]["alone"]["rollout_tokens_per_s"] is None
+    assert report["modes"]["rollout-alone"]["ttft_ms"] == {"p50": None, "p99": None, "p99_ci": None}
+    assert report["reference_tokens_per_s"] == 1400
+    assert report["serving_alone_busy_share"] == 0.5
+    assert report["gate"] == {"overhead_us": {"p50": 4.0, "p99": 9.0}}
+    keys = ("trace", "offset", "size_divisor", "rate_scale", "concurrency", "cpu_affinity")
+    assert all(key in report["setup"] for key in keys)
+    assert len(report["violations"]) == reports.VIOLATIONS_PER_MODE
+    assert report["violations"][0]["cause"] == "ttft"
+
+
+def test_only_gated_modes_promise_budgets() -> None:
+    assert reports.build(measured())["exit_code"] == Exit.OK
+    broken = reports.build(measured(strict_ms=251))
+    assert (broken["exit_code"], broken["ok"]) == (Exit.SLO_BREACH, False)
+
+
+def test_table_is_printed() -> None:
+    with Path(os.devnull).open("w", encoding="utf-8") as nowhere:
+        console = Console(width=100, record=True, file=nowhere)
+        reports.show(reports.build(measured(251)), console)
+    text = console.export_text()
+    assert "rose-strict" in text
+    assert "not ok" in text
+
+
+@pytest.mark.parametrize(
+    ("text", "modes"),
+    [
+        ("alone", ["alone"]),
+        ("alone,naive", ["alone", "naive", "rollout-alone"]),
+        (" rose-strict , rose-strict", ["rose-strict", "rollout-alone"]),
+        ("rollout-alone,naive", ["rollout-alone", "naive"]),
+    ],
+)
+def test_modes(text: str, modes: list[str]) -> None:
+    assert [str(mode) for mode in parse_modes(text)] == modes
+
+
+@pytest.mark.parametrize("text", ["", "alone,", "rose-slack", "Naive"])
+def test_unknown_modes_are_refused(text: str) -> None:
+    with pytest.raises(RoseError, match="is not a mode") as caught:
+        parse_modes(text)
+    assert "rose-strict" in caught.value.hint
+
+
+def test_replay_repeats_and_says_what_it_is() -> None:
+    plan = ReplayPlan(path=None, duration_s=100, rate_rps=3, size_divisor=10)
+    one, two, other = plan_replay(plan, 1), plan_replay(plan, 1), plan_replay(plan, 2)
+    assert one == two != other
+    assert len(one.requests) == pytest.approx(300, rel=0.2)
+    description: dict[str, Any] = one.description
+    assert description["rate_scale"] == pytest.approx(0.3, rel=0.2)
+    assert description["trace"].startswith("generated")
+    assert max(request.output_tokens for request in one.requests) <= plan.output_tokens_max
+
+
+def test_replay_of_a_stretch_that_is_not_there(tmp_path: Path) -> None:
+    trace = tmp_path / "t.csv"
+    trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,1,1\n")
+    with pytest.raises(ConfigError, match="no request left"):
+        plan_replay(ReplayPlan(path=trace, offset_s=10), 1)
+
+
+async def test_generated_tokens_come_from_the_engines_metrics() -> None:
+    counted = (
+        "# TYPE vllm:generation_tokens_total counter",
+        'vllm:generation_tokens_total{engine="0"} 12.0',
+        "# TYPE vllm:generation_tokens_created gauge",
+        'vllm:generation_tokens_created{engine="0"} 1.7e9',
+        "",
+    )
+    answers = iter(["\n".join(counted), "# TYPE other gauge\nother 1\n"])
+
+    async def metrics(_: web.Request) -> web.Response:
+        return web.Response(text=next(answers))
+
+    application = web.Application()
+    application.router.add_get("/metrics", metrics)
+    runner = web.AppRunner(application)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    target = Target(f"http://127.0.0.1:{runner.addresses[0][1]}", "m")
+    async with open_client() as client:
+        assert await generated_tokens(client, target) == 12
+        with pytest.raises(EngineFailed, match="has no vllm:generation_tokens_total"):
+            await generated_tokens(client, target)
+        await runner.cleanup()
+        with pytest.raises(EngineFailed, match="/metrics: "):
+            await generated_tokens(client, target)
