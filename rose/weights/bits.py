@@ -86,6 +86,14 @@ def word_dtype(dtype: str) -> np.dtype[Any]:
     return _WORD_DTYPES[ITEMSIZE[dtype]]
 
 
+def empty_buffer(size: int) -> memoryview:
+    """Writable memory of `size` bytes, not cleared.
+
+    Clearing a bucket costs as much as receiving it, and NumPy asks the kernel for large pages.
+    """
+    return np.empty(size, dtype=np.uint8).data
+
+
 def as_bits(value: object) -> Bits:
     """View a torch tensor (any device), a NumPy array or Bits as Bits, without a copy where possible.
 

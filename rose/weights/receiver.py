@@ -18,6 +18,7 @@ from rose.errors import CorruptDelta, NotReady, TimedOut
 from rose.units import JobId, WeightVersion
 from rose.weights import container
 from rose.weights import manifest as manifests
+from rose.weights.bits import empty_buffer
 from rose.weights.digests import digest
 from rose.weights.manifest import MANIFEST_NAME, Bucket, Manifest
 from rose.weights.relay import Committed, EpochChanged, Relay, VersionGone
@@ -65,9 +66,9 @@ async def _fill(relay: Relay, committed: Committed, partial: Path) -> None:
 
 
 async def _fetch(relay: Relay, committed: Committed, bucket: Bucket, partial: Path) -> None:
-    data = bytearray(bucket.size)
+    data = empty_buffer(bucket.size)
     manifest = committed.manifest
-    await relay.get_into(manifest.job, manifest.version, bucket.name, memoryview(data), epoch=committed.epoch)
+    await relay.get_into(manifest.job, manifest.version, bucket.name, data, epoch=committed.epoch)
     if await asyncio.to_thread(digest, data) != bucket.digest:
         raise CorruptDelta(f"{bucket.name}: the relay sent other bytes than the manifest promises")
     await asyncio.to_thread(container.write_durably, partial / bucket.name, data)

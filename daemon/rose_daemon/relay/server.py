@@ -279,15 +279,19 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-async def _receive(request: web.Request, destination: bytearray) -> str:
+async def _receive(request: web.Request, destination: memoryview) -> str:
     """Fill `destination` from the body; answers its digest.  Raises CorruptDelta if lengths differ."""
     hasher, position = xxhash.xxh3_128(), 0
     try:
         async with asyncio.timeout(_TRANSFER_MAX_S):
-            async for chunk in request.content.iter_any():
-                destination[position : position + len(chunk)] = chunk
+            # As they came from the socket; `iter_any` would join, that is copy, what has piled up.
+            async for chunk, _ in request.content.iter_chunks():
+                end = position + len(chunk)
+                if end > len(destination):  # a compressed body, which aiohttp unpacks
+                    raise CorruptDelta(f"more than {len(destination)} bytes arrived")
+                destination[position:end] = chunk
                 hasher.update(chunk)
-                position += len(chunk)
+                position = end
     except TimeoutError:
         raise BadRequest(f"the bucket took longer than {_TRANSFER_MAX_S:.0f} s") from None
     if position != len(destination):

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from rose.errors import VersionConflict
 from rose.units import JobId, WeightVersion
 from rose.weights import manifest as manifests
+from rose.weights.bits import empty_buffer
 from rose.weights.manifest import Manifest
 from rose.weights.relay import JobStat, RelayFull, VersionGone, VersionStat
 
@@ -24,7 +25,7 @@ _PAGE_BYTES = 4096
 
 @dataclass(eq=False)
 class _Bucket:
-    data: bytearray
+    data: memoryview
     digest: str
 
     @property
@@ -59,7 +60,8 @@ class Reservation:
     key: Key
     bucket: str
     digest: str
-    data: bytearray
+    data: memoryview
+    """Not cleared: whoever stores it has filled all of it."""
     _staged: _Staged
 
 
@@ -87,7 +89,7 @@ class Vault:
         self._charge(_charge(size))
         staged = self._staged.setdefault(key, _Staged(now_s))
         staged.writers += 1
-        return Reservation(key, bucket, digest, bytearray(size), staged)
+        return Reservation(key, bucket, digest, empty_buffer(size), staged)
 
     def store(self, reservation: Reservation, now_s: float) -> None:
         """Keep the bucket, whose bytes the caller has verified.  Of two writers the first one wins.
@@ -178,7 +180,7 @@ class Vault:
             raise VersionGone(f"version {key[1]} of {key[0]} has no {bucket}")
         committed.readers += 1
         try:
-            yield memoryview(committed.buckets[bucket].data)
+            yield committed.buckets[bucket].data
         finally:
             committed.readers -= 1
             self._free_if_done(committed)

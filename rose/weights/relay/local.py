@@ -268,7 +268,8 @@ class _Download:
         rest = len(self._destination) - self._received
         if response.status != 206 or response.content_length != rest:
             raise CorruptDelta(f"the relay answered {response.content_length} bytes where {rest} were asked")
-        async for chunk in response.content.iter_any():
+        # As they came from the socket; `iter_any` would join, that is copy, what has piled up.
+        async for chunk, _ in response.content.iter_chunks():
             end = self._received + len(chunk)
             self._destination[self._received : end] = chunk
             self._received = end
