@@ -271,6 +271,20 @@ def test_sigterm_ends_cleanly_and_the_journal_replays(host: Host) -> None:
     store.close()
 
 
+def test_it_tells_the_service_manager_when_it_serves_and_when_it_stops(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(str(host.directory / "notify"))
+        manager.settimeout(20)
+        monkeypatch.setenv("NOTIFY_SOCKET", str(host.directory / "notify"))
+        process = host.scheduler()
+        assert manager.recv(100) == b"READY=1"
+        process.send_signal(signal.SIGTERM)
+        assert manager.recv(100) == b"STOPPING=1"
+        process.communicate(timeout=10)
+
+
 def test_a_taken_port_is_one_clear_line(host: Host) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", host.port))

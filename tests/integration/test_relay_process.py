@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import shutil
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
+import zlib
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 
 import aiohttp
@@ -119,6 +121,19 @@ async def test_a_bucket_needs_a_length_within_the_limit(url: str, http: aiohttp.
     async with asyncio.timeout(5):
         assert b" 400 " in await reader.readline()
     writer.close()
+
+
+async def test_a_bucket_that_unpacks_to_more_than_its_length_is_refused(
+    url: str, http: aiohttp.ClientSession
+) -> None:
+    """HTTP servers unpack compressed bodies: a small one must not fill the memory."""
+    path = f"{url}{ROOT}/job-1/versions/1/buckets/{BUCKET}"
+    bomb = zlib.compress(bytes(32 << 20))
+    headers = {DIGEST_HEADER: digest(bomb), "Content-Encoding": "deflate"}
+    async with http.put(path, data=bomb, headers=headers) as answer:
+        assert answer.status == 422
+    async with RelayClient(url, timeout_s=10) as relay:
+        assert (await relay.stat(JOB)).used_bytes == 0
 
 
 async def test_a_writer_killed_in_the_middle_leaves_no_trace(url: str) -> None:
@@ -298,13 +313,16 @@ async def test_with_tls_and_a_token_it_may_listen_anywhere(certificate: tuple[st
 # ---- the process ----
 
 
-def rose_relay(directory: Path, *arguments: str) -> subprocess.Popen[str]:
+def rose_relay(
+    directory: Path, *arguments: str, environ: Mapping[str, str] | None = None
+) -> subprocess.Popen[str]:
     config = directory / "rose.toml"
     config.write_text("schema = 1\n")
     return subprocess.Popen(
         [sys.executable, "-m", "rose.cli.main", "relay", "--config", str(config), *arguments],
         stderr=subprocess.PIPE,
         text=True,
+        env=os.environ | (environ or {}),
     )
 
 
@@ -325,6 +343,22 @@ async def test_the_process_says_where_it_listens_and_ends_when_told(tmp_path: Pa
         await asyncio.wait([waiting])
     assert process.stderr.read() == ""
     process.stderr.close()
+
+
+def test_it_tells_the_service_manager_when_it_listens_and_when_it_stops(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(str(tmp_path / "notify"))
+        manager.settimeout(30)
+        process = rose_relay(tmp_path, "--port", "0", environ={"NOTIFY_SOCKET": str(tmp_path / "notify")})
+        try:
+            assert manager.recv(100) == b"READY=1"
+            process.terminate()
+            assert manager.recv(100) == b"STOPPING=1"
+            _, errors = process.communicate(timeout=30)
+        finally:
+            process.kill()
+    assert process.returncode == 0
+    assert errors.startswith("relay listening on ")
 
 
 def test_a_port_in_use_is_one_clear_line(tmp_path: Path) -> None:

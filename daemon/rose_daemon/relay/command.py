@@ -14,6 +14,7 @@ import uvloop
 from rose import config as configuration
 from rose.cli.options import ConfigOption
 from rose.config import RelayConfig
+from rose_daemon import sdnotify
 from rose_daemon.relay.server import serving
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
@@ -40,4 +41,6 @@ async def _run(settings: RelayConfig) -> None:
         loop.add_signal_handler(number, stop.set)
     async with serving(settings) as url:
         print(f"relay listening on {url}", file=sys.stderr, flush=True)
+        sdnotify.notify("READY=1")
         await stop.wait()
+        sdnotify.notify("STOPPING=1")

@@ -21,6 +21,7 @@ from rose.config_rules import is_loopback
 from rose.core.effects import ClusterEffect, DispatchTurn, FailTurn, StopTurn
 from rose.errors import ConfigError, RoseError
 from rose.units import JobId
+from rose_daemon import sdnotify
 from rose_daemon.scheduler.dispatch import Dispatcher
 from rose_daemon.scheduler.driver import ClusterDriver, settings_of
 from rose_daemon.scheduler.gateway import Gateway
@@ -229,9 +230,11 @@ async def _main(config: SchedulerConfig) -> None:
         loop.add_signal_handler(number, stop.set)
     async with running(config) as scheduler:
         log.info("scheduler_ready", gateway=scheduler.gateway_url, control=scheduler.nodes.address)
+        sdnotify.notify("READY=1")
         failed = asyncio.create_task(scheduler.failed())
         stopping = asyncio.create_task(stop.wait())
         done, _ = await asyncio.wait({failed, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        sdnotify.notify("STOPPING=1")
         if failed in done:
             failed.result()
         failed.cancel()
