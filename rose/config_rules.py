@@ -11,7 +11,9 @@ from urllib.parse import SplitResult, urlsplit
 
 import msgspec
 
+from rose.core.admission import LEASE_NS_MAX
 from rose.errors import ConfigError
+from rose.units import NS_PER_MS
 
 if TYPE_CHECKING:
     from rose.config import Config
@@ -121,6 +123,12 @@ def _check_shares(config: Config, refuse: _Refuse) -> None:
             "must be at least twice node.tick_ms",
             "or the gate closes between two ticks",
         )
+    if config.node.gate_lease_ms > LEASE_NS_MAX / NS_PER_MS:
+        refuse(
+            "node.gate_lease_ms",
+            f"must be at most {LEASE_NS_MAX // NS_PER_MS}",
+            "an engine takes a longer lease for a clock that jumped, and closes its gate",
+        )
     if config.node.restart_backoff_max_s < config.node.restart_backoff_s:
         refuse("node.restart_backoff_max_s", "must not be below node.restart_backoff_s")
     if config.scheduler.stall_timeout_ms <= config.node.heartbeat_ms:
@@ -131,8 +139,11 @@ def _check_shares(config: Config, refuse: _Refuse) -> None:
 
 def _check_addresses(config: Config, refuse: _Refuse) -> None:
     scheduler, relay = config.scheduler, config.relay
-    if not _NAME.fullmatch(config.node.id):
-        refuse("node.id", f"{config.node.id!r} is not a name", _NAME_HINT)
+    # Without the name of its serving engine, an opportunistic replica would run as a dedicated one: ungated.
+    names = {"node.id": config.node.id, "serving.name": config.serving.name, "job.id": config.job.id}
+    for key, name in names.items():
+        if not _NAME.fullmatch(name):
+            refuse(key, f"{name!r} is not a name", _NAME_HINT)
     control = _parts(scheduler.control)
     if control is None or not (control.scheme == "ipc" or (control.scheme == "tcp" and control.port)):
         why = f"{scheduler.control!r} is not a ZMQ address"
