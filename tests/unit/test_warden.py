@@ -145,6 +145,21 @@ def test_the_log_is_bounded(start: Start) -> None:
     assert run.text().endswith("last words\n")
 
 
+def test_an_engine_outlives_a_log_that_cannot_be_rotated(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "engine-0.log.1").mkdir()  # in the way of the rotation
+    run = start("for _ in range(2000): print('x' * 99)\nprint('the end', flush=True)", bytes_max=4096)
+    assert run.process.wait(30) == 0
+
+
+def test_a_deleted_log_is_begun_anew(tmp_path: Path) -> None:
+    log = warden.BoundedLog(tmp_path / "engine.log", 100)
+    log.write(b"x" * 80)
+    (tmp_path / "engine.log").unlink()
+    for _ in range(3):
+        log.write(b"y" * 80)
+    assert (tmp_path / "engine.log").read_bytes() == b"y" * 80
+
+
 def test_descendants_are_found_across_levels() -> None:
     script = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"
     parent = subprocess.Popen([sys.executable, "-c", script])

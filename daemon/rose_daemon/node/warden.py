@@ -49,13 +49,18 @@ class BoundedLog:
         return self._path.open("ab", buffering=0)
 
     def write(self, data: bytes) -> None:
-        """Append; a full disk loses log lines, never the engine."""
+        """Append; a full disk, or a log that cannot be rotated, loses log lines, never the engine."""
         with contextlib.suppress(OSError):
             if self._file.tell() + len(data) > self._bytes_max:
-                self._file.close()
-                self._path.replace(self._path.with_suffix(".log.1"))
-                self._file = self._open()
+                self._rotate()
             self._file.write(data)
+
+    def _rotate(self) -> None:
+        with contextlib.suppress(FileNotFoundError):  # somebody deleted it
+            self._path.replace(self._path.with_suffix(".log.1"))
+        # The old file stays open until there is a new one, so that a failure here costs no more than lines.
+        former, self._file = self._file, self._open()
+        former.close()
 
 
 class Warden:
