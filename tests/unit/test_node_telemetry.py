@@ -149,6 +149,31 @@ async def test_probe_of_a_healthy_engine() -> None:
     assert await probe(url) == (False, Unknown("serving_down"))  # nobody listens any more
 
 
+async def test_metrics_that_come_in_pieces_are_read_whole() -> None:
+    async def pieces(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        for part in (b"# TYPE vllm:kv_ca", b"che_usage_perc gauge\nvllm:kv_cache_usage_perc 0.", b"5\n"):
+            await response.write(part)
+            await asyncio.sleep(0.02)
+        return response
+
+    async with serving(answer, pieces) as url:
+        assert await probe(url) == (True, 0.5)
+
+
+async def test_metrics_without_end_are_given_up() -> None:
+    async def flood(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        for _ in range(80):
+            await response.write(b"x" * 65_535 + b"\n")
+        return response
+
+    async with serving(answer, flood) as url:
+        assert await probe(url) == (True, Unknown("metrics_too_long"))
+
+
 async def test_probe_of_an_engine_in_trouble() -> None:
     async with serving(refuse, answer) as url:
         assert await probe(url) == (False, Unknown("serving_down"))

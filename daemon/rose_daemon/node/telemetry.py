@@ -176,10 +176,20 @@ async def probe_serving(session: aiohttp.ClientSession, url: str, timeout_s: flo
         return ServingProbe(healthy, Unknown("serving_down" if healthy is False else "health_timeout"))
     try:
         async with session.get(url + "/metrics", timeout=limit) as response:
-            text = (await response.content.read(_METRICS_BYTES_MAX)).decode(errors="replace")
+            text = await _text(response)
     except (TimeoutError, aiohttp.ClientError, OSError):
         return ServingProbe(healthy, Unknown("metrics_unreachable"))
-    return ServingProbe(healthy, kv_used_share(text))
+    return ServingProbe(healthy, kv_used_share(text) if text is not None else Unknown("metrics_too_long"))
+
+
+async def _text(response: aiohttp.ClientResponse) -> str | None:
+    """The whole body, which may come in pieces; None if it is longer than metrics ever are."""
+    data = bytearray()
+    async for piece in response.content.iter_any():
+        data += piece
+        if len(data) > _METRICS_BYTES_MAX:
+            return None
+    return data.decode(errors="replace")
 
 
 def kv_used_share(metrics: str) -> float | Unknown:
