@@ -64,7 +64,7 @@ class FakeEngine:
         if self.hang:
             await asyncio.sleep(60)
         if self.refusal is not None:
-            return self.refusal
+            return web.Response(status=self.refusal.status, body=self.refusal.body)
         patches = read_patches(Path(body["path"]))
         if not self.forget_to_apply:
             self.state = apply_to_state(self.state, patches)
@@ -176,6 +176,36 @@ async def test_an_engine_that_hangs_is_given_up(bench: Bench) -> None:
     event = await bench.apply()
     assert isinstance(event, WeightsRefused)
     assert event.reason.startswith("engine_unreachable")
+
+
+async def test_an_update_whose_answer_was_lost_is_believed_by_its_digests(bench: Bench) -> None:
+    bench.engine.version, bench.engine.state = 1, TARGET
+    bench.engine.refusal = web.json_response({"error": "wrong_base", "version_held": 1}, status=409)
+    assert await bench.apply() == WeightsApplied(REPLICA, V1)
+
+
+async def test_a_claim_to_hold_the_version_is_not_believed_without_its_digests(bench: Bench) -> None:
+    bench.engine.version = 1  # and has the bytes of version 0
+    bench.engine.refusal = web.json_response({"error": "wrong_base", "version_held": 1}, status=409)
+    event = await bench.apply()
+    assert isinstance(event, WeightsRefused)
+    assert event.version_held == 1  # which has the machine restart it
+    assert event.reason.startswith("digest_mismatch")
+
+
+async def test_an_engine_that_is_busy_with_an_earlier_update_is_asked_again(bench: Bench) -> None:
+    bench.engine.refusal = web.json_response({"error": "busy", "detail": "under way"}, status=409)
+    applying = asyncio.create_task(bench.apply())
+    await until(lambda: bench.engine.asked)
+    bench.engine.refusal = None
+    assert await applying == WeightsApplied(REPLICA, V1)
+
+
+async def test_an_engine_that_stays_busy_is_given_up(bench: Bench) -> None:
+    bench.engine.refusal = web.json_response({"error": "busy"}, status=409)
+    event = await bench.apply()
+    assert isinstance(event, WeightsRefused)
+    assert event.reason.startswith("busy")
 
 
 async def test_an_engine_that_is_gone(bench: Bench) -> None:

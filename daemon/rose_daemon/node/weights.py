@@ -27,7 +27,7 @@ from rose.core.events import (
     WeightsRefused,
 )
 from rose.errors import CorruptDelta, RoseError
-from rose.units import NS_PER_MS, WeightVersion
+from rose.units import NS_PER_MS, WeightVersion, s_to_ns
 from rose.weights import container, receiver
 from rose.weights.manifest import Manifest
 from rose.weights.relay import Relay
@@ -38,6 +38,7 @@ from rose_daemon.node.updates import Update, UpdateHistory
 
 _POLL_WAIT_S = 20.0
 _BACKOFF_S = (0.5, 15.0)
+_BUSY_RETRY_S = 0.5
 
 log = structlog.get_logger("rosed.weights")
 
@@ -45,7 +46,7 @@ log = structlog.get_logger("rosed.weights")
 class WeightAgent:
     """Carries out PullVersion and ApplyVersion, and reports every version that the relay has.
 
-    The machine asks for one pull at a time and one update an engine at a time; each has a deadline.
+    The machine asks for one pull at a time and one update an engine at a time; each call has a deadline.
     """
 
     def __init__(
@@ -123,6 +124,8 @@ class WeightAgent:
         try:
             manifest = await asyncio.to_thread(container.read_manifest, Path(order.path))
             answer = await self._update(engine.client, order)
+            if answer is None:
+                held = order.version
             live = await engine.client.digests(self._timeout_s)
             reason = _difference(manifest, live)
         except EngineRefused as error:
@@ -143,14 +146,27 @@ class WeightAgent:
     def _stage_failed(self, order: PullVersion, reason: str) -> None:
         self._emit(VersionStageFailed(order.job, order.version, reason))
 
-    async def _update(self, client: EngineClient, order: ApplyVersion) -> UpdateAnswer:
-        return await client.update(
-            order.version,
-            order.base_version,
-            order.path,
-            abort_in_flight=order.abort_in_flight,
-            timeout_s=self._timeout_s,
-        )
+    async def _update(self, client: EngineClient, order: ApplyVersion) -> UpdateAnswer | None:
+        """The engine's answer; None if it holds the version already, by an earlier update's lost answer.
+
+        An engine that is busy is still at an update that we gave up waiting for: it is asked again.
+        """
+        busy_until_ns = self._clock_ns() + s_to_ns(self._timeout_s)
+        while True:
+            try:
+                return await client.update(
+                    order.version,
+                    order.base_version,
+                    order.path,
+                    abort_in_flight=order.abort_in_flight,
+                    timeout_s=self._timeout_s,
+                )
+            except EngineRefused as error:
+                if error.version_held == order.version:
+                    return None
+                if error.error != "busy" or self._clock_ns() >= busy_until_ns:
+                    raise
+            await asyncio.sleep(_BUSY_RETRY_S)
 
     def _note(
         self,
