@@ -46,6 +46,8 @@ class VersionShelf:
     def __init__(self) -> None:
         self._available: list[WeightVersion] = []
         self._staged: dict[WeightVersion, Staged] = {}
+        self._by_base: dict[WeightVersion | None, list[WeightVersion]] = {}
+        """Staged versions in order, by what they are built on: a chain is followed at every event."""
         self._retries: dict[WeightVersion, _Retry] = {}
         self.pulling: Pull | None = None
 
@@ -67,7 +69,7 @@ class VersionShelf:
         insort(self._available, version)
         if len(self._available) > VERSIONS_MAX:
             oldest = self._available.pop(0)
-            self._staged.pop(oldest, None)
+            self._drop(oldest)
             self._retries.pop(oldest, None)
         return True
 
@@ -79,7 +81,9 @@ class VersionShelf:
         self.available(staged.version)
         self._retries.pop(staged.version, None)
         if staged.version in self._available:
+            self._drop(staged.version)  # an older copy may have had another base
             self._staged[staged.version] = staged
+            insort(self._by_base.setdefault(staged.base, []), staged.version)
         return True
 
     def failed(self, version: WeightVersion, now_ns: int) -> int:
@@ -93,14 +97,22 @@ class VersionShelf:
 
     def distrust(self, version: WeightVersion) -> None:
         """An engine refused these files: fetch and verify them again."""
-        self._staged.pop(version, None)
+        self._drop(version)
+
+    def _drop(self, version: WeightVersion) -> None:
+        staged = self._staged.pop(version, None)
+        if staged is not None:
+            self._by_base[staged.base].remove(version)
+            if not self._by_base[staged.base]:
+                del self._by_base[staged.base]
 
     def next_step(self, held: WeightVersion) -> Staged | None:
         """The staged version to go to from `held`: the furthest delta on it, else the newest anchor."""
-        later = [staged for version, staged in self._staged.items() if version > held]
-        deltas = [staged for staged in later if staged.base == held]
-        anchors = [staged for staged in later if staged.base is None]
-        return max(deltas or anchors, default=None, key=lambda staged: staged.version)
+        for base in (held, None):
+            versions = self._by_base.get(base)
+            if versions and versions[-1] > held:
+                return self._staged[versions[-1]]
+        return None
 
     def next_pull(self, held_by_engines: Iterable[WeightVersion], now_ns: int) -> Pull | None:
         """The version to fetch next so that every engine gets on, or None (also while one is on its way).

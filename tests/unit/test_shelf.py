@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 
 import pytest
@@ -121,3 +122,33 @@ def test_steps_always_lead_up_from_a_base_that_is_held(
         assert step.version > held
         assert step.base in {None, held}
         held = step.version
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 9), st.none() | st.integers(0, 8), st.booleans()),
+        max_size=20,
+    )
+)
+def test_steps_are_those_of_what_lies_here_now(changes: list[tuple[int, int | None, bool]]) -> None:
+    """However often a version came, with another base, or was thrown away."""
+    shelf, here = VersionShelf(), dict[int, int | None]()
+    for version, base, trusted in changes:
+        if shelf.arrived(Staged(version, base, f"/v{version}")):
+            here[version] = base
+        if not trusted:
+            shelf.distrust(version)
+            here.pop(version, None)
+    for held in range(10):
+        deltas = [version for version, base in here.items() if base == held]
+        anchors = [version for version, base in here.items() if base is None and version > held]
+        step = shelf.next_step(held)
+        assert (step.version if step else None) == max(deltas or anchors, default=None)
+
+
+def test_the_longest_chain_is_followed_without_holding_up_the_node() -> None:
+    shelf = shelf_of(staged=[(version, version - 1) for version in range(1, VERSIONS_MAX + 1)])
+    began_s = time.monotonic()
+    for _ in range(20):  # the node asks at every event
+        assert shelf.next_pull([0], 0) is None
+    assert time.monotonic() - began_s < 5  # a scan of all versions at each step of the way takes 20 s
