@@ -32,6 +32,9 @@ BAD_REQUESTS: list[tuple[Any, int, str]] = [
     ({"model": MODEL, "messages": ["hello"]}, 400, "bad_request"),
     (CHAT | {"max_tokens": "many"}, 400, "bad_request"),
     (CHAT | {"max_tokens": -1}, 400, "bad_request"),
+    (CHAT | {"max_tokens": 10**30}, 400, "bad_request"),
+    (CHAT | {"max_completion_tokens": 1 << 64}, 400, "bad_request"),
+    (b"[" * 100_000, 400, "invalid_json"),
     (CHAT | {"stream": "yes"}, 400, "bad_request"),
     (CHAT | {"n": 0}, 400, "bad_request"),
     (CHAT | {"model": 7}, 400, "bad_request"),
@@ -171,6 +174,11 @@ BAD_JOB_CALLS: list[tuple[str, Any, int]] = [
     ("/rose/v1/jobs/job-0/steps/one/end", None, 400),
     ("/rose/v1/jobs/job-0/steps/9/end", None, 409),
     ("/rose/v1/jobs/job-0/versions", {"version": -1}, 400),
+    ("/rose/v1/jobs/job-0/versions", {"version": 10**30}, 400),
+    ("/rose/v1/jobs/job-0/versions", b"[" * 100_000, 400),
+    ("/rose/v1/jobs/job-0/steps", {"rl_step": 1 << 63, "required_version": 0}, 400),
+    ("/rose/v1/jobs/job-0/steps", {"rl_step": 1, "required_version": 1 << 63}, 400),
+    (f"/rose/v1/jobs/job-0/steps/{'9' * 5000}/end", None, 400),
     ("/rose/v1/jobs/job-0/versions", b"{", 400),
 ]
 

@@ -20,6 +20,9 @@ from rose_daemon.scheduler.errors import bad_request
 COMPLETION_TOKENS_DEFAULT = 16
 """OpenAI's and vLLM's `max_tokens` of a completion that names none."""
 
+TOKENS_MAX = (1 << 31) - 1
+"""No model has room for more; what the journal cannot hold must not get that far."""
+
 _CARRIED = (
     "temperature", "top_p", "top_k", "min_p", "stop_token_ids", "ignore_eos", "skip_special_tokens",
     "spaces_between_special_tokens", "include_stop_str_in_output", "allowed_token_ids", "priority",
@@ -127,7 +130,7 @@ def parse(dialect: Dialect, data: bytes) -> Request:
     """Check a request body.  Raises Refused (400)."""
     try:
         body = msgspec.json.decode(data)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise bad_request(f"the body is not valid JSON: {error}", code="invalid_json") from None
     if not isinstance(body, dict):
         raise bad_request("the body must be a JSON object", code="invalid_json")
@@ -177,8 +180,8 @@ def _typed(body: dict[str, Any], name: str, kind: type, default: Any) -> Any:
 
 def _tokens_max(body: dict[str, Any], name: str) -> int | None:
     value: int | None = _typed(body, name, int, None)
-    if value is not None and value < 0:
-        raise bad_request(f"`{name}` must not be negative", param=name)
+    if value is not None and not 0 <= value <= TOKENS_MAX:
+        raise bad_request(f"`{name}` must lie between 0 and {TOKENS_MAX}", param=name)
     return value
 
 

@@ -6,7 +6,7 @@ import asyncio
 import hmac
 from collections.abc import Callable
 from http import HTTPStatus
-from typing import Any, NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
 import structlog
@@ -31,6 +31,11 @@ log = structlog.get_logger()
 BodyT = TypeVar("BodyT")
 
 
+_DIGITS_MAX = 15
+Number = Annotated[int, msgspec.Meta(ge=0, lt=10**_DIGITS_MAX)]
+"""A step or version: exact in every JSON reader, and within what the store and the journal can hold."""
+
+
 class JobBody(msgspec.Struct, forbid_unknown_fields=True):
     """POST /rose/v1/jobs."""
 
@@ -45,14 +50,14 @@ class JobBody(msgspec.Struct, forbid_unknown_fields=True):
 class StepBody(msgspec.Struct, forbid_unknown_fields=True):
     """POST /rose/v1/jobs/{job}/steps."""
 
-    rl_step: int
-    required_version: int
+    rl_step: Number
+    required_version: Number
 
 
 class VersionBody(msgspec.Struct, forbid_unknown_fields=True):
     """POST /rose/v1/jobs/{job}/versions."""
 
-    version: int
+    version: Number
 
 
 class DrainBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -103,24 +108,20 @@ class ControlApi:
     async def begin_step(self, http: web.Request) -> web.Response:
         """Begin an RL step."""
         body = await _body(http, StepBody)
-        if body.rl_step < 0 or body.required_version < 0:
-            raise bad_request("`rl_step` and `required_version` must not be negative")
         self._desk.begin_step(_job_id(http), body.rl_step, WeightVersion(body.required_version))
         return self._job(_job_id(http))
 
     async def end_step(self, http: web.Request) -> web.Response:
         """End an RL step."""
         text = http.match_info["rl_step"]
-        if not text.isdecimal():
-            raise bad_request(f"{text!r} is not a step number", param="rl_step")
+        if not text.isdecimal() or len(text) > _DIGITS_MAX:
+            raise bad_request(f"{text[:32]!r} is not a step number", param="rl_step")
         self._desk.end_step(_job_id(http), int(text))
         return self._job(_job_id(http))
 
     async def publish(self, http: web.Request) -> web.Response:
         """Announce a version that the relay has."""
         body = await _body(http, VersionBody)
-        if body.version < 0:
-            raise bad_request("`version` must not be negative", param="version")
         self._desk.publish(_job_id(http), WeightVersion(body.version))
         return self._job(_job_id(http))
 
@@ -228,7 +229,7 @@ async def _body(http: web.Request, kind: type[BodyT]) -> BodyT:
         return msgspec.json.decode(await http.read(), type=kind)
     except msgspec.ValidationError as error:
         raise bad_request(str(error)) from None
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise bad_request(f"the body is not valid JSON: {error}", code="invalid_json") from None
 
 
