@@ -12,6 +12,8 @@ import pytest
 from gateway_world import MESSAGES, MODEL, World, expected, until, world
 from rose_daemon import mock_model
 
+from rose.core.cluster_settings import ClusterSettings
+
 PROMPT = mock_model.chat_prompt(MESSAGES)
 CHAT: dict[str, Any] = {"model": MODEL, "messages": MESSAGES}
 LONG = {"max_tokens": 60, "extra_body": {"ignore_eos": True, "return_token_ids": True}}
@@ -242,6 +244,23 @@ async def test_what_cannot_straddle_a_cut_starts_again(tmp_path: Path, more: dic
         assert answer["choices"][0]["token_ids"] == expected(PROMPT, 60)[0]
         assert answer["rose"]["weight_versions"] == [[0, 59, 0]]
         assert (await made.turns())["restarted"] == 1
+
+
+async def test_a_turn_that_always_starts_again_is_given_up(tmp_path: Path) -> None:
+    """Tokens that are thrown away are no progress: such a turn must not go round for ever."""
+    async with world(tmp_path, token_ms=5) as made:
+        made.scheduler.driver.machine._dispatcher._settings = ClusterSettings(
+            attempts_max=3, backoff_ns=1_000_000
+        )
+        body = CHAT | {"max_tokens": 60, "ignore_eos": True, "stop": ["never"]}
+        task = asyncio.create_task(made.post("/v1/chat/completions", body))
+        for _ in range(3):
+            engine = await made.running_turn()
+            engine.state.abort("rose:kv_budget_cut")
+            await until(lambda: not engine.state.requests)
+        status, answer = await asyncio.wait_for(task, 10)
+        assert (status, answer["error"]["code"]) == (503, "attempts_exhausted")
+        assert (await made.turns())["interrupted"] == 3
 
 
 async def test_a_stream_that_cannot_go_on_says_so(tmp_path: Path) -> None:

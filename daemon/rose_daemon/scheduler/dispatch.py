@@ -222,9 +222,8 @@ class Dispatcher:
             case Interrupted(reason=reason):
                 turn.close_attempt(reason)
                 if self._after_cut(turn, attempt, reason):
-                    self._feed(
-                        TurnInterrupted(turn.key, attempt.replica, reason, attempt.tokens, attempt.number)
-                    )
+                    kept = min(attempt.tokens, turn.token_count)
+                    self._feed(TurnInterrupted(turn.key, attempt.replica, reason, kept, attempt.number))
 
     def _after_cut(self, turn: Turn, attempt: Attempt, reason: str) -> bool:
         """An attempt ended early: keep its tokens or begin again; False if the turn is over by that."""
