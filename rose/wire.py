@@ -74,7 +74,7 @@ class Unregistered(Message, frozen=True):
 
 
 class Step(Message, frozen=True):
-    """A job's RL step began."""
+    """A job's RL step began.  Sent again with the answer to each heartbeat; a repeat changes nothing."""
 
     job: JobId
     rl_step: int

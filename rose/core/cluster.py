@@ -142,6 +142,21 @@ class ClusterMachine:
         known = self._membership.nodes.get(node)
         return {} if known is None else {replica: self._count_on(replica) for replica in known.replicas}
 
+    def steps(self, node: NodeId) -> list[TellStep]:
+        """The present steps of the jobs that hold replicas of a node.
+
+        To be sent with the answer to each of its heartbeats: a message that told of a step may be lost.
+        """
+        known = self._membership.nodes.get(node)
+        leases = [self._placement.leases.get(replica) for replica in known.replicas] if known else []
+        jobs = dict.fromkeys(lease.job for lease in leases if lease is not None)
+        told = ((job, self._jobs[job].versions) for job in jobs)
+        return [
+            TellStep(node, job, versions.rl_step, versions.required)
+            for job, versions in told
+            if versions.rl_step is not None
+        ]
+
     def counts(self) -> TurnCounts:
         """A copy of the turn counters."""
         return msgspec.structs.replace(self._dispatcher.counts)

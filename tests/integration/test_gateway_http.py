@@ -17,6 +17,7 @@ from rose import wire
 from rose.client import Job, Scheduler
 from rose.config import SchedulerConfig
 from rose.errors import ConfigError, NotFound, NotReady, RoseError, TimedOut, VersionConflict
+from rose.units import JobId, WeightVersion
 
 CHAT: dict[str, Any] = {"model": MODEL, "messages": MESSAGES, "max_tokens": 4}
 
@@ -204,6 +205,15 @@ async def test_steps_are_idempotent_and_do_not_go_back(tmp_path: Path) -> None:
         assert (await made.post("/rose/v1/jobs/job-0/steps", step | {"rl_step": 0}))[0] == 409
         await until(lambda: bool(made.node.got(wire.Step)))
         assert {(told.rl_step, told.required_version) for told in made.node.got(wire.Step)} == {(1, 0)}
+
+
+async def test_a_step_that_a_node_missed_is_told_again(tmp_path: Path) -> None:
+    async with world(tmp_path, engines=1) as made:
+        made.scheduler.nodes._peers.clear()  # the connection just broke: what is sent now is lost
+        await made.post("/rose/v1/jobs/job-0/steps", {"rl_step": 1, "required_version": 0})
+        assert made.node.got(wire.Step) == []
+        await until(lambda: bool(made.node.got(wire.Step)))
+        assert made.node.got(wire.Step)[-1] == wire.Step(JobId("job-0"), 1, WeightVersion(0))
 
 
 async def test_the_job_client(tmp_path: Path) -> None:

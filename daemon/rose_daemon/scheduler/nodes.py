@@ -112,7 +112,8 @@ class NodeLink:
     def perform(self, effect: ClusterEffect) -> None:
         """Send what the machine wants a node to know.  What cannot be sent now is dropped and counted.
 
-        Nothing is lost by that: a node that comes back registers anew and is told again.
+        Nothing is lost by that: steps are told again with each heartbeat's answer, and leases, which a node
+        only shows, when it registers anew.
         """
         match effect:
             case TellStep(node=node, job=job, rl_step=rl_step, required_version=version):
@@ -135,6 +136,8 @@ class NodeLink:
                 self._peers[node] = identity
                 self._feed(NodeHeartbeat(node, session, message.sequence, message.replicas))
                 self._send(node, HeartbeatAck(message.sequence, self._machine.turns_in_flight(node)))
+                for step in self._machine.steps(node):
+                    self.perform(step)
             case Goodbye(node=node, session=session):
                 self._feed(NodeLeft(node, session))
                 self._peers.pop(node, None)
