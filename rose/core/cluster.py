@@ -128,6 +128,10 @@ class ClusterMachine:
         """Whether the node's session is registered; if not, tell the node to register."""
         return self._membership.knows(node, session)
 
+    def replaced(self, node: NodeId, session: str) -> bool:
+        """Whether the session is over for good: a registration of it is ignored."""
+        return self._membership.replaced(node, session)
+
     def replica(self, replica: ReplicaId) -> ReplicaReport | None:
         """The latest report of a replica, None if it is gone."""
         known = self._membership.replicas.get(replica)

@@ -162,11 +162,16 @@ class Membership:
         known = self.nodes.get(node)
         return known is not None and known.session == session
 
+    def replaced(self, node: NodeId, session: str) -> bool:
+        """Whether a later session took this one's place, or it said goodbye: it is not let in again."""
+        known = self.nodes.get(node)
+        return known is not None and session in known.retired
+
     def register(self, event: NodeRegistered, now_ns: int) -> Change:
         """A node came.  A new session replaces the old one: its replicas leave before the new ones come."""
         change = Change()
         node = self.nodes.get(event.node)
-        if node is not None and event.session in node.retired:
+        if self.replaced(event.node, event.session):
             return change
         if node is not None and node.session == event.session and node.sequence >= 0:
             return change  # a late copy: heartbeats have told more since

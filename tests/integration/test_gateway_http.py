@@ -9,7 +9,7 @@ from typing import Any
 
 import openai
 import pytest
-from gateway_world import MESSAGES, MODEL, World, until, world
+from gateway_world import MESSAGES, MODEL, Node, World, until, world
 from rose_daemon.scheduler import server
 from rose_daemon.scheduler.process import running
 
@@ -281,6 +281,21 @@ async def test_garbage_from_nodes_is_dropped_and_counted(tmp_path: Path) -> None
 
         await until(counted)
         assert (await made.post("/v1/chat/completions", CHAT))[0] == 200
+
+
+async def test_a_daemon_that_another_of_its_name_replaced_is_not_welcome(tmp_path: Path) -> None:
+    """Two daemons of one name would else take the node from each other as fast as they can register."""
+    async with world(tmp_path, engines=1) as made:
+        reports = [made.engines[0].report()]
+        second = await Node(made.scheduler.nodes.address, lambda: reports).start()
+        try:
+            await until(lambda: len(made.node.got(wire.Unregistered)) >= 2)
+            welcomes = len(made.node.got(wire.Welcome))
+            await until(lambda: len(made.node.got(wire.Unregistered)) >= 5)
+            assert len(made.node.got(wire.Welcome)) == welcomes
+            assert second.got(wire.Unregistered) == []
+        finally:
+            await second.stop()
 
 
 async def test_a_silent_node_gets_no_turns(tmp_path: Path) -> None:

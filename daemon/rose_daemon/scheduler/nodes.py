@@ -147,6 +147,9 @@ class NodeLink:
             text = f"node {message.node} speaks protocol {message.protocol}, this scheduler {PROTOCOL}"
             self._complain(identity, "protocol_mismatch", text)
             return
+        if self._machine.replaced(message.node, message.session):
+            self._complain(identity, "node_replaced", f"another daemon is node {message.node} by now")
+            return
         # The welcome goes first: it tells the node which session the messages after it belong to.
         self._peers[message.node] = identity
         self._send(message.node, Welcome(message.session, self._scheduler))
