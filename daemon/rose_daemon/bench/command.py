@@ -35,7 +35,7 @@ def coserve(
         Path | None, typer.Option(help="Azure LLM inference CSV to replay; default: a generated trace.")
     ] = None,
     offset: Annotated[float, typer.Option(min=0, help="Seconds of the trace to skip.")] = 0.0,
-    rate: Annotated[float, typer.Option(min=0.01, help="Mean serving requests a second.")] = 5.0,
+    rate: Annotated[float, typer.Option(min=0.01, help="Mean serving requests a second.")] = 5.5,
     size_divisor: Annotated[float, typer.Option(help="How much shorter requests are than recorded.")] = 6.5,
     concurrency: Annotated[int, typer.Option(min=1, help="Rollout requests at a time.")] = 16,
     ttft_ms: Annotated[float, typer.Option(min=1, help="TTFT budget.")] = 250.0,

@@ -27,8 +27,9 @@ from rose.errors import EngineFailed, NotReady, RoseError
 from rose.traces import TraceRequest
 from rose.units import NS_PER_S, ReplicaId
 from rose_daemon.demo.models import make_models
+from rose_daemon.harness.generator import LoadGenerator, Replay
 from rose_daemon.harness.interrupts import Interrupts
-from rose_daemon.harness.load import Budgets, ClosedLoad, RequestRecord, Target, TraceLoad, open_client
+from rose_daemon.harness.load import Budgets, ClosedLoad, RequestRecord, Target, open_client
 from rose_daemon.harness.replay import ReplayPlan, plan_replay
 from rose_daemon.harness.screen import Screen
 from rose_daemon.harness.stack import SERVING_NAME, Cores, Stack, StackPlan, pin_this_process
@@ -160,27 +161,26 @@ class Coserve:
             self._interrupts.hurry = stack.hurry
             await stack.launch()
             await stack.ready()
-            await stack.guard(self._rounds(stack))
+            await stack.guard(self._rounds(stack, await stack.start_generator()))
         return self._measured
 
-    async def _rounds(self, stack: Stack) -> None:
-        await self._warm_up(stack)
+    async def _rounds(self, stack: Stack, generator: LoadGenerator) -> None:
+        await self._warm_up(stack, generator)
         for index in range(self._options.rounds):
             # Each round begins with another mode, so that none always follows the same one.
             turn = index % len(self._options.modes)
             for mode in (*self._options.modes[turn:], *self._options.modes[:turn]):
-                run = await self._run(stack, mode, index)
+                run = await self._run(stack, generator, mode, index)
                 self._measured.runs.append(run)
                 self._screen.say(f"round {index + 1} of {self._options.rounds}: {_line(run)}")
 
-    async def _warm_up(self, stack: Stack) -> None:
+    async def _warm_up(self, stack: Stack, generator: LoadGenerator) -> None:
         """The first requests of an engine pay for what is made lazily."""
+        warm: list[RequestRecord] = []
+        await generator.replay(Replay(target=stack.serving, seed=0, requests=self._arrivals[0][:4]), warm)
+        if failed := [record.error for record in warm if record.error]:
+            raise EngineFailed(f"serving does not answer: {failed[0]}", f"see {stack.log_dir}")
         async with open_client() as client:
-            load = TraceLoad(client, stack.serving, seed=0)
-            await load.run(iter(self._arrivals[0][:4]), asyncio.Event())
-            failed = [record.error for record in load.records if record.error]
-            if failed:
-                raise EngineFailed(f"serving does not answer: {failed[0]}", f"see {stack.log_dir}")
             rollout = ClosedLoad(client, stack.replica(REPLICA), seed=0)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(
@@ -188,7 +188,7 @@ class Coserve:
                 )
             await self._drain(stack, client)
 
-    async def _run(self, stack: Stack, mode: Mode, index: int) -> Run:
+    async def _run(self, stack: Stack, generator: LoadGenerator, mode: Mode, index: int) -> Run:
         self._screen.show("mode", f"{mode}, round {index + 1}")
         await stack.control(wire.GateRequest(REPLICA, _GATES[mode]))
         async with open_client() as client:
@@ -197,7 +197,7 @@ class Coserve:
             try:
                 await asyncio.sleep(0.0 if mode is Mode.ALONE else RAMP_S)
                 before = await self._counters(stack, client)
-                records = await self._serve(stack, client, mode, index)
+                records = await self._serve(stack, generator, mode, index)
                 after = await self._counters(stack, client)
             finally:
                 loading.cancel()
@@ -224,18 +224,21 @@ class Coserve:
             await load.run(self._options.concurrency, ROLLOUT_PROMPT_TOKENS, ROLLOUT_OUTPUT_TOKENS)
 
     async def _serve(
-        self, stack: Stack, client: aiohttp.ClientSession, mode: Mode, index: int
+        self, stack: Stack, generator: LoadGenerator, mode: Mode, index: int
     ) -> list[RequestRecord]:
         """Replay the round's arrivals; the run lasts at least as long as the trace's stretch."""
         duration_s = self._options.trace.duration_s
         if mode is Mode.ROLLOUT_ALONE:
             await asyncio.sleep(min(REFERENCE_S, duration_s))
             return []
-        load = TraceLoad(client, stack.serving, self._options.seed + index)
+        records: list[RequestRecord] = []
         end_s = time.monotonic() + duration_s
-        await load.run(iter(self._arrivals[index]), asyncio.Event())
+        seed = self._options.seed + index
+        await generator.replay(
+            Replay(target=stack.serving, seed=seed, requests=self._arrivals[index]), records
+        )
         await asyncio.sleep(max(0.0, end_s - time.monotonic()))
-        return load.records
+        return records
 
     async def _drain(self, stack: Stack, client: aiohttp.ClientSession) -> None:
         """Abort what is left in the rollout engine; the next run begins with an idle one."""

@@ -26,7 +26,7 @@ class EpisodePlan(msgspec.Struct, frozen=True, kw_only=True):
     groups: int = 8
     group_size: int = 4
     turns_max: int = 6
-    answer_tokens: int = 32
+    answer_tokens: int = 64
     temperature: float = 1.0
 
 

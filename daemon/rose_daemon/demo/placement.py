@@ -10,7 +10,7 @@ from typing import NamedTuple
 import msgspec
 
 from rose.config import ReplicaConfig
-from rose_daemon.harness.stack import SERVING_NAME, Cores
+from rose_daemon.harness.stack import GENERATOR_NAME, SERVING_NAME, Cores
 
 _POLICIES = {0: "SCHED_OTHER", 1: "SCHED_FIFO", 2: "SCHED_RR", 3: "SCHED_BATCH", 5: "SCHED_IDLE"}
 _POLICY_FIELD = 41
@@ -54,7 +54,7 @@ def promises(cores: Cores, replicas: Iterable[ReplicaConfig]) -> dict[str, Place
     host = Place(frozenset({cores.host}), "SCHED_OTHER")
     leftover = Place(frozenset({cores.host}), "SCHED_IDLE")
     accelerator = Place(frozenset({cores.shared}), "SCHED_OTHER")
-    promised = dict.fromkeys(("load generator and agents", "relay", "scheduler", "rosed"), host)
+    promised = dict.fromkeys(("agents", GENERATOR_NAME, "relay", "scheduler", "rosed"), host)
     engines = {SERVING_NAME: accelerator}
     for replica in replicas:
         engines[replica.id] = accelerator if replica.kind == "opportunistic" else leftover

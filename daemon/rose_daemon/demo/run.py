@@ -27,8 +27,9 @@ from rose_daemon.demo.ledger import TurnLedger
 from rose_daemon.demo.placement import check, observe, promises
 from rose_daemon.demo.report import CutRecord, Findings, StepRecord
 from rose_daemon.demo.training import Sample, Trained, Trainer, TrainerSettings, trainer_command
+from rose_daemon.harness.generator import LoadGenerator, Replay
 from rose_daemon.harness.interrupts import Interrupts
-from rose_daemon.harness.load import Budgets, TraceLoad, open_client, repeat
+from rose_daemon.harness.load import Budgets, RequestRecord
 from rose_daemon.harness.processes import Placement, until
 from rose_daemon.harness.replay import ReplayPlan, plan_replay
 from rose_daemon.harness.screen import Screen
@@ -123,7 +124,7 @@ class Demo:
             trainer = await self._start_trainer(stack, models[1])
             self._screen.say(f"starting; see it with: rose status --config {stack.config_path}")
             await stack.ready()
-            await stack.guard(self._work(stack, trainer))
+            await stack.guard(self._work(stack, trainer, await stack.start_generator()))
         self.found.wall_s = time.monotonic() - began_s
         if not self.options.keep:
             _clean(self.options.directory)
@@ -141,38 +142,38 @@ class Demo:
 
     # ---- work -----------------------------------------------------------------------------------
 
-    async def _work(self, stack: Stack, trainer: Trainer) -> None:
+    async def _work(self, stack: Stack, trainer: Trainer, generator: LoadGenerator) -> None:
         first_digests = (await trainer.started()).digests
         model = stack.config.replicas[0].served_name
         job = await asyncio.to_thread(Job.create, stack.gateway_url, JOB, model=model)
-        async with open_client() as http:
-            await self._until_version(stack, job, 0)
-            self._screen.say("auditing version 0")
-            evidence = await self._evidence(stack)
-            self._first_answers = evidence[0].answers
-            self.found.first_audit = audit(0, evidence, first_digests, self._first_answers)
-            load = TraceLoad(http, stack.serving, self.options.seed)
-            self.found.requests = load.records
-            await self._warm_up(stack)
-            stop = asyncio.Event()
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(load.run(repeat(self._replay.requests), stop))
-                ticker = tasks.create_task(self._show(stack, load))
-                try:
-                    await self._rollout(stack, trainer, job)
-                finally:
-                    stop.set()
-                ticker.cancel()
+        await self._until_version(stack, job, 0)
+        self._screen.say("auditing version 0")
+        evidence = await self._evidence(stack)
+        self._first_answers = evidence[0].answers
+        self.found.first_audit = audit(0, evidence, first_digests, self._first_answers)
+        await self._warm_up(stack, generator)
+        stop = asyncio.Event()
+        replay = Replay(
+            target=stack.serving, seed=self.options.seed, requests=self._replay.requests, endless=True
+        )
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(generator.replay(replay, self.found.requests, stop))
+            ticker = tasks.create_task(self._show(stack))
+            try:
+                await self._rollout(stack, trainer, job)
+            finally:
+                stop.set()
+            ticker.cancel()
         status = await asyncio.to_thread(Scheduler(stack.gateway_url).status)
         self.found.gateway_turns = status.get("turns", {})
         await asyncio.to_thread(job.end)
 
-    async def _warm_up(self, stack: Stack) -> None:
+    async def _warm_up(self, stack: Stack, generator: LoadGenerator) -> None:
         """The first requests of an engine pay for what is made lazily; users of a serving engine do not."""
-        async with open_client() as http:
-            warm = TraceLoad(http, stack.serving, seed=0)
-            await warm.run(iter(self._replay.requests[:_WARM_UP_REQUESTS]), asyncio.Event())
-        for record in warm.records:
+        warm: list[RequestRecord] = []
+        requests = self._replay.requests[:_WARM_UP_REQUESTS]
+        await generator.replay(Replay(target=stack.serving, seed=0, requests=requests), warm)
+        for record in warm:
             if record.error:
                 raise RoseError(f"serving does not answer: {record.error}", f"see {stack.log_dir}")
 
@@ -284,21 +285,21 @@ class Demo:
             return
         await asyncio.sleep(PLACEMENT_AFTER_S)
         roles = {child.process.pid: name for name, child in stack.children.items() if name != "serving"}
-        roles |= {os.getpid(): "load generator and agents"}
+        roles |= {os.getpid(): "agents"}
         pids = [*stack.pids(), os.getpid()]
         observed = await asyncio.to_thread(observe, pids, roles)
         self.found.placement = check(observed, promises(self._cores, stack.config.replicas))
 
-    async def _show(self, stack: Stack, load: TraceLoad) -> None:
+    async def _show(self, stack: Stack) -> None:
         """Keep the live rows fresh."""
         board = WatchedBoard(stack.boards.replica(OPPORTUNISTIC), ReplicaReading)
         while True:
             await asyncio.sleep(1.0)
-            done = [record for record in load.records if record.ttft_ms is not None]
-            p99 = percentile([record.ttft_ms or 0.0 for record in done], 99)
-            broken = sum(bool(record.breach(self.options.budgets)) for record in done)
+            requests = self.found.requests
+            p99 = percentile([one.ttft_ms for one in requests if one.ttft_ms is not None], 99)
+            broken = sum(bool(one.breach(self.options.budgets)) for one in requests)
             self._screen.show(
-                "serving", f"{len(done)} requests, p99 TTFT {p99 or 0:.0f} ms, {broken} out of budget"
+                "serving", f"{len(requests)} requests, p99 TTFT {p99 or 0:.0f} ms, {broken} out of budget"
             )
             tokens = self._ledger.tokens_by_replica()
             shares = ", ".join(f"{tokens[name]} tokens by {name}" for name in self.found.replicas)

@@ -9,7 +9,7 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import aiohttp
@@ -105,18 +105,18 @@ def repeat(requests: Sequence[TraceRequest], pause_ns: int = NS_PER_S) -> Iterat
 class TraceLoad:
     """Open-loop replay: each request is sent when its time has come, whatever became of those before it."""
 
-    def __init__(self, client: aiohttp.ClientSession, target: Target, seed: int) -> None:
+    def __init__(
+        self,
+        client: aiohttp.ClientSession,
+        target: Target,
+        seed: int,
+        on_done: Callable[[RequestRecord], None] = lambda record: None,
+    ) -> None:
         self.records: list[RequestRecord] = []
         self._client = client
         self._target = target
         self._rng = random.Random(seed)
-
-    @property
-    def in_flight(self) -> int:
-        """Requests sent and not answered to the end."""
-        return sum(
-            1 for record in self.records if not record.error and len(record.token_ns) < record.output_tokens
-        )
+        self._on_done = on_done
 
     async def run(self, requests: Iterator[TraceRequest], stop: asyncio.Event) -> None:
         """Replay until the requests or the time are over, then wait for the answers under way."""
@@ -130,7 +130,11 @@ class TraceLoad:
                 )
                 self.records.append(record)
                 prompt = [self._rng.randrange(self._target.token_ids) for _ in range(request.prompt_tokens)]
-                tasks.create_task(stream_completion(self._client, self._target, prompt, record))
+                tasks.create_task(self._send(prompt, record))
+
+    async def _send(self, prompt: list[int], record: RequestRecord) -> None:
+        await stream_completion(self._client, self._target, prompt, record)
+        self._on_done(record)
 
 
 async def _stopped_before(stop: asyncio.Event, at_ns: int) -> bool:

@@ -30,6 +30,7 @@ from rose.config import CONFIG_NAME, Config, ReplicaConfig, load
 from rose.engines.vllm.launch import EngineShape, serving_command
 from rose.errors import ConfigError, EngineFailed, NotReady, RoseError, TimedOut
 from rose.units import ReplicaId
+from rose_daemon.harness.generator import COMMAND, LoadGenerator
 from rose_daemon.harness.load import Target
 from rose_daemon.harness.marked import end_marked, marked_environ, marked_pids
 from rose_daemon.harness.processes import Child, Placement, spawn, until
@@ -38,6 +39,7 @@ from rose_daemon.harness.screen import Screen
 ResultT = TypeVar("ResultT")
 
 SERVING_NAME = "serving"
+GENERATOR_NAME = "load-generator"
 SERVING_SHAPE = EngineShape(kv_blocks=256, block_tokens=32, context_tokens_max=2048, sequences_max=32)
 START_TIMEOUT_S = 300.0
 STOP_GRACE_S = 15.0
@@ -201,6 +203,11 @@ class Stack:
         self.children[name] = child
         self._watchers.append(asyncio.create_task(self._watch(child)))
         return child
+
+    async def start_generator(self) -> LoadGenerator:
+        """Start the process that loads serving."""
+        host = Placement([self.plan.cores.host])
+        return LoadGenerator(await self.add(GENERATOR_NAME, COMMAND, placement=host, piped=True))
 
     async def guard(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
         """Do `work`; raises EngineFailed as soon as a process of the stack ends unasked."""
