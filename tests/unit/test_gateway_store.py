@@ -97,6 +97,24 @@ def test_the_journal_is_read_as_written_and_bounded(tmp_path: Path, monkeypatch:
     store.close()
 
 
+def test_a_full_disk_costs_records_and_nothing_else(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    (pages,) = store._db.execute("PRAGMA page_count").fetchone()
+    store._db.execute(f"PRAGMA max_page_count={pages}")
+    for number in range(3):
+        for _ in range(1000):
+            store.record(number, Tick(), [])
+        assert store.flush_journal() == 1000
+    assert store.put_answer(JOB, "d", answer("t", "x" * 100_000)) == 1
+    assert store.answer(JOB, "t") is None
+    store._db.execute("PRAGMA max_page_count=100000")
+    store.record(3, Tick(), [])
+    assert store.flush_journal() == 0
+    assert [row.now_ns for row in store.journal(store.boot)] == [3]
+    assert store.put_answer(JOB, "d", answer("t")) == 0
+    store.close()
+
+
 def test_a_directory_has_one_scheduler(tmp_path: Path) -> None:
     store = Store(tmp_path)
     with pytest.raises(RoseError, match="another scheduler"):

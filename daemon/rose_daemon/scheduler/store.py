@@ -1,7 +1,8 @@
 """What must survive a restart of the scheduler: jobs, finished answers, and the journal of decisions.
 
 One SQLite file in WAL mode.  Every write is committed before the call returns, so that a killed process
-loses nothing it has acknowledged; the journal is the exception, it is written in batches.
+loses nothing it has acknowledged; the journal is the exception, it is written in batches.  While the disk
+fails, jobs cannot be changed (the call raises); answers and journal rows are dropped and counted.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import structlog
 
 from rose.core.effects import ClusterEffect
 from rose.core.events import ClusterEvent, JobSubmitted
@@ -26,6 +28,8 @@ SCHEMA = 1
 ANSWERS_MAX = 20_000
 ANSWERS_BYTES_MAX = 256 << 20
 JOURNAL_ROWS_MAX = 200_000
+
+log = structlog.get_logger()
 
 _TABLES = """
 CREATE TABLE IF NOT EXISTS jobs (
@@ -98,6 +102,7 @@ class Store:
         self.boot = time.time_ns()
         """Names this run of the scheduler in the journal."""
         self._pending: list[tuple[int, int, bytes, bytes]] = []
+        self._failing = False
         self._answers, self._answer_bytes = self._db.execute(
             "SELECT count(*), coalesce(sum(length(body)), 0) FROM answers"
         ).fetchone()
@@ -154,8 +159,9 @@ class Store:
 
     def delete_job(self, job: JobId) -> None:
         """Forget a job and its answers."""
-        self._db.execute("DELETE FROM jobs WHERE job=?", (job,))
+        # Answers first: a job of the same name must not find those of the one before it.
         self._db.execute("DELETE FROM answers WHERE job=?", (job,))
+        self._db.execute("DELETE FROM jobs WHERE job=?", (job,))
         self._answers, self._answer_bytes = self._db.execute(
             "SELECT count(*), coalesce(sum(length(body)), 0) FROM answers"
         ).fetchone()
@@ -163,12 +169,19 @@ class Store:
     # ---- answers -----------------------------------------------------------------------------------
 
     def put_answer(self, job: JobId, digest: str, answer: Answer) -> int:
-        """Keep a finished turn; returns how many old ones were dropped to stay within the bounds."""
+        """Keep a finished turn; returns how many were dropped: old ones beyond the bounds, or this one.
+
+        A disk that fails must not cost the client its answer: only a resend would not find it.
+        """
         body = msgspec.msgpack.encode(answer)
-        self._db.execute(
-            "INSERT OR REPLACE INTO answers (job, turn, digest, body) VALUES (?, ?, ?, ?)",
-            (job, answer.turn_id, digest, body),
-        )
+        try:
+            self._db.execute(
+                "INSERT OR REPLACE INTO answers (job, turn, digest, body) VALUES (?, ?, ?, ?)",
+                (job, answer.turn_id, digest, body),
+            )
+        except sqlite3.OperationalError as error:
+            self._note_failure(error)
+            return 1
         self._answers += 1
         self._answer_bytes += len(body)
         dropped = 0
@@ -196,19 +209,35 @@ class Store:
         self._pending.append((self.boot, now_ns, encode(event), encode(effects)))
 
     def flush_journal(self) -> int:
-        """Write what is pending; returns how many old rows were dropped to stay within the bound."""
+        """Write what is pending; returns how many rows were dropped to stay within the bound.
+
+        A disk that fails costs the pending rows, which count as dropped, and never a decision.
+        """
         if not self._pending:
             return 0
-        self._db.execute("BEGIN")
-        self._db.executemany(
-            "INSERT INTO journal (boot, now_ns, event, effects) VALUES (?, ?, ?, ?)", self._pending
-        )
-        self._pending.clear()
-        dropped = self._db.execute(
-            "DELETE FROM journal WHERE seq <= (SELECT max(seq) FROM journal) - ?", (JOURNAL_ROWS_MAX,)
-        ).rowcount
-        self._db.execute("COMMIT")
+        rows, self._pending = self._pending, []
+        try:
+            self._db.execute("BEGIN")
+            self._db.executemany(
+                "INSERT INTO journal (boot, now_ns, event, effects) VALUES (?, ?, ?, ?)", rows
+            )
+            dropped = self._db.execute(
+                "DELETE FROM journal WHERE seq <= (SELECT max(seq) FROM journal) - ?", (JOURNAL_ROWS_MAX,)
+            ).rowcount
+            self._db.execute("COMMIT")
+        except sqlite3.OperationalError as error:
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
+            self._note_failure(error)
+            return len(rows)
+        self._failing = False
         return dropped
+
+    def _note_failure(self, error: sqlite3.OperationalError) -> None:
+        """One line when writing begins to fail, not one for each write."""
+        if not self._failing:
+            self._failing = True
+            log.error("store_failing", text=f"records are lost: {error}")
 
     def boots(self) -> list[int]:
         """Runs of the scheduler that the journal still knows, oldest first."""
