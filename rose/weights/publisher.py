@@ -28,6 +28,8 @@ from rose.weights.relay.local import RelayClient
 _COMMIT_ROUNDS_MAX = 3
 """Pushes of one version before giving up: a relay that restarts meanwhile loses what was staged."""
 _CHECKPOINT = WeightVersion(0)
+_FILL_MAX = 0.9
+"""An anchor that nobody asked for is not to fill the relay beyond this."""
 _T = TypeVar("_T")
 
 
@@ -63,7 +65,8 @@ class Publisher:
     The state given to `publish` maps checkpoint names to torch tensors (any device), NumPy arrays or Bits,
     and must not change while the call runs.  `anchor_every` n publishes each version divisible by n whole, so
     that a receiver may begin there.  `keep` is how many versions are pushed again after the relay restarts; a
-    full relay loses older ones first, never these.
+    full relay loses older ones first, never these.  Where the versions that are left no longer follow from
+    the checkpoint, the next one is published whole too, if the relay has room for it.
     """
 
     def __init__(
@@ -171,7 +174,8 @@ class Publisher:
 
     def _encode(self, version: WeightVersion, target: State) -> tuple[EncodedVersion, dict[str, str]]:
         digests = digest_state(target)
-        anchor = self._anchor_every is not None and version % self._anchor_every == 0
+        due = self._anchor_every is not None and version % self._anchor_every == 0
+        anchor = due or self._must_bridge_gap(sum(bits.nbytes for bits in target.values()))
         encoded = container.encode_version(
             self._job,
             version,
@@ -182,6 +186,24 @@ class Publisher:
             target_digests=digests,
         )
         return encoded, digests
+
+    def _must_bridge_gap(self, dense_bytes: int) -> bool:
+        """Whether the relay's versions lead nowhere from the checkpoint, and it has room for an anchor.
+
+        So it is after a restart, or when it was full: engines that start anew could never get on.
+        """
+        stat = self._relay.stat(self._job)
+        bases = {each.version: each.base_version for each in stat.committed}
+        version: WeightVersion | None = self._version
+        while version is not None and version != self._base_version:
+            if version not in bases:
+                break
+            version = bases[version]
+        if version in (None, self._base_version):
+            return False
+        others_bytes = stat.used_bytes - sum(each.bytes for each in stat.committed)
+        kept_bytes = sum(encoded.manifest.delta_bytes for encoded in self._kept.values())
+        return others_bytes + kept_bytes + dense_bytes < stat.capacity_bytes * _FILL_MAX
 
     def _push(self, encoded: EncodedVersion) -> None:
         """Have the relay commit a version, whatever is there of it already."""

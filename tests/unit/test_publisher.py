@@ -314,6 +314,33 @@ def test_anchors_come_as_often_as_asked(relay: MemoryRelay) -> None:
         assert same(held_by(relay, model(99), 4), state)
 
 
+def test_after_a_gap_the_next_version_is_one_that_newcomers_can_begin_with(relay: MemoryRelay) -> None:
+    """A restarted relay gets the last versions only, which are of no use to an engine that starts anew."""
+    state: dict[str, Bits] = BASE
+    bases = []
+    with Publisher(BlockingRelay(relay), JOB, BASE, keep=2) as publisher:
+        for version in range(1, 7):
+            if version == 4:
+                relay.restart()
+            state = stepped(state, version)
+            bases.append(publisher.publish(WeightVersion(version), state).base_version)
+    assert bases == [0, 1, 2, None, 4, 5]
+    assert same(held_by(relay, BASE, 4, 5, 6), state)
+
+
+def test_a_gap_is_left_where_the_relay_has_no_room_for_the_whole_model(relay: MemoryRelay) -> None:
+    state: dict[str, Bits] = BASE
+    bases = []
+    with Publisher(BlockingRelay(relay), JOB, BASE, keep=1) as publisher:
+        for version in range(1, 5):
+            if version == 3:
+                relay.restart()
+                relay.vault.used_bytes = relay.vault.capacity_bytes * 95 // 100  # by other jobs
+            state = stepped(state, version)
+            bases.append(publisher.publish(WeightVersion(version), state).base_version)
+    assert bases == [0, 1, 2, 3]
+
+
 def test_a_resumed_trainer_goes_on_from_its_version(relay: MemoryRelay, publisher: Publisher) -> None:
     publisher.publish(V1, FIRST)
     with Publisher(BlockingRelay(relay), JOB, FIRST, base_version=V1) as resumed:
