@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from aiohttp import web
 from rose_daemon.harness import load, stats
+from rose_daemon.harness.directory import working_in
 from rose_daemon.harness.generator import COMMAND, LoadGenerator, Replay
 from rose_daemon.harness.marked import end_marked, marked_environ, marked_pids
 from rose_daemon.harness.processes import Placement, last_error, spawn, until
@@ -23,7 +24,7 @@ from rose_daemon.harness.stack import Cores, StackPlan, configuration, free_port
 from scipy.stats import binomtest
 
 from rose.config import ReplicaConfig, build
-from rose.errors import EngineFailed, TimedOut
+from rose.errors import ConfigError, EngineFailed, TimedOut
 from rose.traces import TraceRequest
 from rose.units import NS_PER_MS, NS_PER_S, ReplicaId
 
@@ -368,3 +369,39 @@ async def test_generator_that_dies_is_said_so(tmp_path: Path, engine: load.Targe
     await generator.close(0)
     with pytest.raises(EngineFailed, match="generator was killed by signal 15"):
         await generator.replay(Replay(target=engine, seed=1, requests=[TraceRequest(0, 8, 1)]), [])
+
+
+# ---- the directory of a run ---------------------------------------------------------------------
+
+
+def run_in(directory: Path, *, keep: bool = False, fails: bool = False) -> None:
+    with working_in(directory, keep=keep):
+        for name in ("models", "state", "logs"):
+            (directory / name).mkdir(exist_ok=True)
+        if fails:
+            raise EngineFailed("x")
+
+
+def left_in(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir() if path.is_dir())
+
+
+def test_a_directory_serves_one_run_at_a_time(tmp_path: Path) -> None:
+    with working_in(tmp_path, keep=False), pytest.raises(ConfigError, match="another run uses it"):
+        run_in(tmp_path)
+    run_in(tmp_path)
+    assert left_in(tmp_path) == ["logs"]
+
+
+def test_what_is_large_goes_unless_it_is_wanted(tmp_path: Path) -> None:
+    run_in(tmp_path / "out", keep=True)
+    assert left_in(tmp_path / "out") == ["logs", "models", "state"]
+    with pytest.raises(EngineFailed):
+        run_in(tmp_path / "out", fails=True)
+    assert "state" in left_in(tmp_path / "out"), "a failed run leaves what explains it"
+
+
+def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        run_in(tmp_path / "file" / "out")

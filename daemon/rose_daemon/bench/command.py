@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from rose_daemon.harness.directory import working_in
 from rose_daemon.harness.interrupts import INTERRUPTED, Interrupts
 from rose_daemon.harness.load import Budgets
 from rose_daemon.harness.replay import ReplayPlan
@@ -64,7 +65,7 @@ def coserve(
         seed=seed,
     )
     console = Console(highlight=False)
-    with Screen(console) as screen:
+    with working_in(options.directory, keep=False), Screen(console) as screen:
         interrupts = Interrupts(screen.say)
         measured = interrupts.run(Coserve(options, screen, interrupts).run())
     if measured is None:

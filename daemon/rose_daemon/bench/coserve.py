@@ -26,7 +26,7 @@ from rose.core.readings import ReplicaReading, SlackReading, Unknown
 from rose.errors import EngineFailed, NotReady, RoseError
 from rose.traces import TraceRequest
 from rose.units import NS_PER_S, ReplicaId
-from rose_daemon.demo.models import make_models
+from rose_daemon.harness.directory import make_model_files
 from rose_daemon.harness.generator import LoadGenerator, Replay
 from rose_daemon.harness.interrupts import Interrupts
 from rose_daemon.harness.load import Budgets, ClosedLoad, RequestRecord, Target, open_client
@@ -136,15 +136,15 @@ class Coserve:
     async def run(self) -> Measured:
         """Measure.  Raises RoseError; always stops what it started."""
         cores = self._measured.cores
-        models = await asyncio.to_thread(make_models, self._options.directory / "models")
+        models = await asyncio.to_thread(make_model_files, self._options.directory)
         plan = StackPlan(
             directory=self._options.directory,
-            serving_model=models.serving.resolve(),
+            serving_model=models.serving,
             replicas=(
                 ReplicaConfig(
                     id=REPLICA,
                     kind="opportunistic",
-                    model=str(models.rollout.resolve()),
+                    model=str(models.rollout),
                     cpus=(cores.shared,),
                     api_cpus=(cores.host,),
                     kv_blocks=1024,

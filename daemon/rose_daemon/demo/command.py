@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from rose_daemon.harness.directory import working_in
 from rose_daemon.harness.interrupts import INTERRUPTED, Interrupts
 from rose_daemon.harness.load import Budgets
 from rose_daemon.harness.replay import ReplayPlan
@@ -25,6 +26,7 @@ def demo(
         float, typer.Option(min=1, help="Seconds of rollout, at least; serving has load all the time.")
     ] = 120.0,
     steps: Annotated[int, typer.Option(min=1, help="RL steps, at least.")] = 3,
+    groups: Annotated[int, typer.Option(min=1, help="Groups of four episodes in a step.")] = 8,
     trace: Annotated[
         Path | None, typer.Option(help="Azure LLM inference CSV to replay; default: a generated trace.")
     ] = None,
@@ -45,6 +47,7 @@ def demo(
     """
     # What the demo needs takes seconds to import: not for --help.
     from rose_daemon.demo import report as reports  # noqa: PLC0415
+    from rose_daemon.demo.episodes import EpisodePlan  # noqa: PLC0415
     from rose_daemon.demo.run import Demo, DemoOptions  # noqa: PLC0415
 
     options = DemoOptions(
@@ -59,11 +62,12 @@ def demo(
             size_divisor=size_divisor,
         ),
         budgets=Budgets(ttft_ms, tpot_ms),
+        episodes=EpisodePlan(groups=groups),
         seed=seed,
         keep=keep,
     )
     console = Console(highlight=False)
-    with Screen(console) as screen:
+    with working_in(options.directory, keep=keep), Screen(console) as screen:
         interrupts = Interrupts(screen.say)
         found = interrupts.run(Demo(options, screen, interrupts).run())
     if found is None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
-import shutil
 import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -14,7 +12,6 @@ from typing import Any
 
 import msgspec
 
-from rose import wire
 from rose.boards import WatchedBoard
 from rose.client import Job, Scheduler
 from rose.config import ReplicaConfig
@@ -22,11 +19,13 @@ from rose.core.readings import ReplicaReading, Unknown
 from rose.errors import NotReady, RoseError, TimedOut
 from rose.units import JobId, ReplicaId
 from rose_daemon.demo.audit import Answers, Evidence, VersionAudit, audit, fixed_prompts, gather_evidence
+from rose_daemon.demo.drill import CutDrill
 from rose_daemon.demo.episodes import EpisodePlan, Group, Player
 from rose_daemon.demo.ledger import TurnLedger
 from rose_daemon.demo.placement import check, observe, promises
-from rose_daemon.demo.report import CutRecord, Findings, StepRecord
+from rose_daemon.demo.report import Findings, StepRecord
 from rose_daemon.demo.training import Sample, Trained, Trainer, TrainerSettings, trainer_command
+from rose_daemon.harness.directory import make_model_files
 from rose_daemon.harness.generator import LoadGenerator, Replay
 from rose_daemon.harness.interrupts import Interrupts
 from rose_daemon.harness.load import Budgets, RequestRecord
@@ -38,10 +37,12 @@ from rose_daemon.harness.stats import percentile
 
 JOB = JobId("job-0")
 OPPORTUNISTIC, DEDICATED = ReplicaId("opportunistic-0"), ReplicaId("dedicated-0")
+BLOCK_TOKENS, CONTEXT_TOKENS_MAX, SEQUENCES_MAX = 32, 1024, 16
+BLOCKS_PER_TURN = 5
+"""KV blocks that a turn holds when an episode begins, with its answer."""
 UPDATE_TIMEOUT_S = 120.0
 PLACEMENT_AFTER_S = 3.0
 """Into the first step's rollout: then every process is at work."""
-_CUT_PERIOD_S = 0.02
 _WARM_UP_REQUESTS = 3
 
 
@@ -58,13 +59,13 @@ class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
     keep: bool = False
 
 
-def replicas(model: Path, cores: Cores) -> tuple[ReplicaConfig, ReplicaConfig]:
+def replicas(model: Path, cores: Cores, episodes: EpisodePlan) -> tuple[ReplicaConfig, ReplicaConfig]:
     """The opportunistic engine, on the shared core, and the dedicated one, on what the host core has left."""
     common: dict[str, Any] = {
         "model": str(model),
-        "block_tokens": 32,
-        "context_tokens_max": 1024,
-        "sequences_max": 16,
+        "block_tokens": BLOCK_TOKENS,
+        "context_tokens_max": CONTEXT_TOKENS_MAX,
+        "sequences_max": SEQUENCES_MAX,
         "api_cpus": (cores.host,),
     }
     return (
@@ -72,17 +73,23 @@ def replicas(model: Path, cores: Cores) -> tuple[ReplicaConfig, ReplicaConfig]:
             id=OPPORTUNISTIC,
             kind="opportunistic",
             cpus=(cores.shared,),
-            kv_blocks=OPPORTUNISTIC_BLOCKS,
+            kv_blocks=opportunistic_blocks(episodes),
             **common,
         ),
         ReplicaConfig(
-            id=DEDICATED, kind="dedicated", cpus=(cores.host,), idle_priority=True, kv_blocks=160, **common
+            id=DEDICATED, kind="dedicated", cpus=(cores.host,), idle_priority=True, kv_blocks=192, **common
         ),
     )
 
 
-OPPORTUNISTIC_BLOCKS = 80
-"""Small, so that half of it is less than the turns in flight hold: the demo's cut has to abort some."""
+def opportunistic_blocks(episodes: EpisodePlan) -> int:
+    """KV blocks: enough for any turn, and few, so that half of them is less than the turns in flight hold.
+
+    The demo's cut leaves half; it has to take blocks that are in use.
+    """
+    in_flight = min(SEQUENCES_MAX, episodes.groups * episodes.group_size // 2)
+    # One block beyond the context, as vLLM keeps one for itself.
+    return max(CONTEXT_TOKENS_MAX // BLOCK_TOKENS + 1, BLOCKS_PER_TURN * in_flight)
 
 
 class Demo:
@@ -108,11 +115,11 @@ class Demo:
     async def run(self) -> Findings:
         """Everything.  Raises RoseError for what a person can act on; always stops what it started."""
         began_s = time.monotonic()
-        models = await asyncio.to_thread(_prepare, self.options.directory)
+        models = await asyncio.to_thread(make_model_files, self.options.directory)
         plan = StackPlan(
             directory=self.options.directory,
-            serving_model=models[0],
-            replicas=replicas(models[1], self._cores),
+            serving_model=models.serving,
+            replicas=replicas(models.rollout, self._cores, self.options.episodes),
             cores=self._cores,
             ttft_slo_ms=self.options.budgets.ttft_ms,
             tpot_slo_ms=self.options.budgets.tpot_ms,
@@ -121,13 +128,11 @@ class Demo:
         async with Stack(plan, self._screen) as stack:
             self._interrupts.hurry = stack.hurry
             await stack.launch()
-            trainer = await self._start_trainer(stack, models[1])
+            trainer = await self._start_trainer(stack, models.rollout)
             self._screen.say(f"starting; see it with: rose status --config {stack.config_path}")
             await stack.ready()
             await stack.guard(self._work(stack, trainer, await stack.start_generator()))
         self.found.wall_s = time.monotonic() - began_s
-        if not self.options.keep:
-            _clean(self.options.directory)
         return self.found
 
     async def _start_trainer(self, stack: Stack, model: Path) -> Trainer:
@@ -189,25 +194,29 @@ class Demo:
             self._ledger,
             seed=self.options.seed,
         )
+        drill = CutDrill(stack, OPPORTUNISTIC, self._screen)
         end_s = time.monotonic() + self.options.duration_s
         try:
             rl_step = 0
             while rl_step < self.options.steps or time.monotonic() < end_s:
                 rl_step += 1
-                await self._step(stack, trainer, job, player, rl_step)
+                await self._step(stack, trainer, job, player, drill, rl_step)
         finally:
+            self.found.cuts = drill.cuts
             await player.close()
             self.found.trajectories_finished = player.trajectories_finished
             self.found.trajectories_lost = player.trajectories_lost
         self.found.gate = (before, _reading(board))
 
-    async def _step(self, stack: Stack, trainer: Trainer, job: Job, player: Player, rl_step: int) -> None:
+    async def _step(
+        self, stack: Stack, trainer: Trainer, job: Job, player: Player, drill: CutDrill, rl_step: int
+    ) -> None:
         required, version = rl_step - 1, rl_step
         await asyncio.to_thread(job.begin_step, rl_step, required)
         self._screen.say(f"step {rl_step}: rollout on version {required}")
         began_s = time.monotonic()
         async with asyncio.TaskGroup() as tasks:
-            beside = [tasks.create_task(self._cut(stack, rl_step)), tasks.create_task(self._look(stack))]
+            beside = [tasks.create_task(drill.during(rl_step)), tasks.create_task(self._look(stack))]
             groups = await player.play_step(rl_step, [required])
             for task in beside:
                 task.cancel()
@@ -234,50 +243,6 @@ class Demo:
         self._screen.say(_step_line(record))
 
     # ---- beside the rollout ---------------------------------------------------------------------
-
-    async def _cut(self, stack: Stack, rl_step: int) -> None:
-        """Order one emergency cut as soon as it has to take blocks from turns in flight; once a run."""
-        if any(cut.aborted for cut in self.found.cuts):
-            return
-        board = WatchedBoard(stack.boards.replica(OPPORTUNISTIC), ReplicaReading)
-        share = stack.config.memory.cut_share
-        while True:
-            await asyncio.sleep(_CUT_PERIOD_S)
-            reading = board.read(time.monotonic_ns(), None)
-            if isinstance(reading, Unknown) or not reading.running:
-                continue
-            after = int(reading.kv_budget_blocks * share)
-            if reading.kv_used_blocks > after:
-                await self._order_cut(stack, board, rl_step, reading)
-                return
-
-    async def _order_cut(
-        self, stack: Stack, board: WatchedBoard[ReplicaReading], rl_step: int, before: ReplicaReading
-    ) -> None:
-        try:
-            await stack.control(wire.ReclaimRequest(OPPORTUNISTIC, "demo"))
-        except RoseError as error:
-            self._screen.say(f"the cut was refused: {error}")
-            return
-        after = before
-        for _ in range(100):
-            await asyncio.sleep(_CUT_PERIOD_S)
-            reading = board.read(time.monotonic_ns(), None)
-            if not isinstance(reading, Unknown):
-                after = reading
-            if after.kv_budget_blocks < before.kv_budget_blocks:
-                break
-        cut = CutRecord(
-            rl_step=rl_step,
-            before_blocks=before.kv_budget_blocks,
-            after_blocks=after.kv_budget_blocks,
-            used_blocks=before.kv_used_blocks,
-            aborted=after.aborted_requests - before.aborted_requests,
-        )
-        self.found.cuts.append(cut)
-        self._screen.say(
-            f"emergency cut: {cut.before_blocks} -> {cut.after_blocks} KV blocks, {cut.aborted} turns moved"
-        )
 
     async def _look(self, stack: Stack) -> None:
         """See where all processes run, once."""
@@ -377,22 +342,3 @@ def _step_line(step: StepRecord) -> str:
         f"step {step.rl_step}: reward {mean:.2f}, {trained.changed} of {trained.elements} weights changed, "
         f"{trained.delta_bytes:,} bytes; version {trained.version} on every replica, {verdict}"
     )
-
-
-def _prepare(directory: Path) -> tuple[Path, Path]:
-    """Make the directory afresh, and the models in it; (serving, rollout)."""
-    # torch takes seconds to import: only here.
-    from rose_daemon.demo.models import make_models  # noqa: PLC0415
-
-    _clean(directory)
-    shutil.rmtree(directory / "logs", ignore_errors=True)
-    directory.mkdir(parents=True, exist_ok=True)
-    made = make_models(directory / "models")
-    return made.serving.resolve(), made.rollout.resolve()
-
-
-def _clean(directory: Path) -> None:
-    """Remove what is large and can be made again; logs, configuration and report stay."""
-    for name in ("models", "state", "checkpoints"):
-        with contextlib.suppress(FileNotFoundError):
-            shutil.rmtree(directory / name)

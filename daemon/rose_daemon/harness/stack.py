@@ -210,18 +210,25 @@ class Stack:
         return LoadGenerator(await self.add(GENERATOR_NAME, COMMAND, placement=host, piped=True))
 
     async def guard(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
-        """Do `work`; raises EngineFailed as soon as a process of the stack ends unasked."""
+        """Do `work`; raises EngineFailed as soon as a process of the stack ends unasked.
+
+        A RoseError out of a task group inside `work` is raised as itself.
+        """
         task = asyncio.create_task(work)
+        both: set[asyncio.Future[Any]] = {task, self._failed}
         try:
-            both: set[asyncio.Future[Any]] = {task, self._failed}
             await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
             if self._failed.done():
                 self._failed.result()
             return task.result()
+        except BaseExceptionGroup as group:
+            if (error := _only_error(group)) is not None:
+                raise error from None
+            raise
         finally:
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError, RoseError):
-                await task
+            if not task.done():
+                task.cancel()
+                await asyncio.wait({task})
 
     def hurry(self) -> None:
         """From now on kill instead of asking (a second Ctrl-C)."""
@@ -314,7 +321,9 @@ class Stack:
                 self._screen.show("starting", ", ".join(waiting))
 
             self._screen.show("starting", ", ".join(waiting))
-            await asyncio.gather(*(wait(name) for name in checks))
+            async with asyncio.TaskGroup() as tasks:
+                for name in checks:
+                    tasks.create_task(wait(name))
 
     async def _rosed_answers(self) -> bool:
         try:
@@ -374,6 +383,18 @@ class Stack:
     def pids(self) -> list[int]:
         """Every living process of the stack, grandchildren included."""
         return marked_pids(self.stack_id)
+
+
+def _only_error(group: BaseExceptionGroup[BaseException]) -> RoseError | None:
+    """The first of the errors in a group, when all of them are for the user to act on."""
+    errors, others = group.split(RoseError)
+    if errors is None or others is not None:
+        return None
+    first: BaseException = errors
+    while isinstance(first, BaseExceptionGroup):
+        first = first.exceptions[0]
+    assert isinstance(first, RoseError)
+    return first
 
 
 def _without_overrides(environ: Mapping[str, str]) -> dict[str, str]:
