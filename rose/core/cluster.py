@@ -7,7 +7,8 @@
   StopTurn ended the attempt first.  Echo the attempt number.
 - Send `Tick` no later than `next_deadline_ns()`, after the messages that already wait: else a scheduler
   that was itself held up takes its nodes for dead.
-- Have a node whose session the machine does not know (`knows`) register again, with a new session.
+- Have a node whose session the machine does not know (`knows`) register again, with a new session.  A node
+  that merely heard nothing for a while registers again in the session it has, which moves no turn.
 - Turn ids are unique among live turns: an arrival with the id of a live turn is ignored.  Replaying the
   answer of a finished turn is the driver's affair.
 
@@ -151,15 +152,22 @@ class ClusterMachine:
 
         To be sent with the answer to each of its heartbeats: a message that told of a step may be lost.
         """
-        known = self._membership.nodes.get(node)
-        leases = [self._placement.leases.get(replica) for replica in known.replicas] if known else []
-        jobs = dict.fromkeys(lease.job for lease in leases if lease is not None)
+        jobs = dict.fromkeys(lease.job for lease in self.leases(node))
         told = ((job, self._jobs[job].versions) for job in jobs)
         return [
             TellStep(node, job, versions.rl_step, versions.required)
             for job, versions in told
             if versions.rl_step is not None
         ]
+
+    def leases(self, node: NodeId) -> list[GrantLease]:
+        """The leases on a node's replicas, as they were granted.
+
+        To be sent to one that registers once more in its session: it was cut off, and may have missed some.
+        """
+        known = self._membership.nodes.get(node)
+        held = [self._placement.leases.get(replica) for replica in known.replicas] if known else []
+        return [GrantLease(lease.node, lease.replica, lease.job, lease.lease) for lease in held if lease]
 
     def counts(self) -> TurnCounts:
         """A copy of the turn counters."""

@@ -103,7 +103,7 @@ class Node:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> Self:
-        await self._register()
+        await self.register()
         self._tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._beat())]
         return self
 
@@ -126,7 +126,7 @@ class Node:
     def got(self, kind: type[Any]) -> list[Any]:
         return [message for message in self.received if isinstance(message, kind)]
 
-    async def _register(self) -> None:
+    async def register(self) -> None:
         await self.send(wire.Register(wire.PROTOCOL, self._name, self._session, tuple(self._reports())))
 
     async def _beat(self) -> None:
@@ -139,7 +139,7 @@ class Node:
             message = wire.unpack_to_node(await self._socket.recv())
             self.received.append(message)
             if isinstance(message, wire.Unregistered):
-                await self._register()
+                await self.register()
 
 
 class World:

@@ -298,6 +298,16 @@ async def test_a_daemon_that_another_of_its_name_replaced_is_not_welcome(tmp_pat
             await second.stop()
 
 
+async def test_a_node_that_was_cut_off_keeps_its_turns_and_hears_of_its_leases(tmp_path: Path) -> None:
+    async with world(tmp_path, engines=1) as made:
+        await until(lambda: made.node.got(wire.Lease))
+        (granted,) = made.node.got(wire.Lease)
+        await made.node.register()
+        await until(lambda: len(made.node.got(wire.Lease)) == 2)
+        assert made.node.got(wire.Lease) == [granted, granted]
+        assert made.node.got(wire.Unregistered) == []
+
+
 async def test_a_silent_node_gets_no_turns(tmp_path: Path) -> None:
     fast = {"stall_timeout_ms": 200.0, "suspect_after_ms": 300.0, "dead_after_ms": 500.0}
     async with world(tmp_path, engines=1, **fast) as made:

@@ -139,6 +139,24 @@ def test_nodes_are_told_of_a_step_once_and_those_that_join_later_too(cluster: Sc
     assert of(cluster.register("s2"), TellStep) == [TellStep(NodeId("n"), J, 1, WeightVersion(0))]
 
 
+def test_a_node_that_registers_again_in_its_session_keeps_turns_and_leases(cluster: Scheduler) -> None:
+    """It was cut off for a while, which is no reason to move anything."""
+    cluster.step(1, 0)
+    cluster.turn("a")
+    cluster.beat()
+    leases = cluster.machine.leases(NodeId("n"))
+    assert [(lease.replica, lease.job) for lease in leases] == [("opp", "j"), ("ded", "j")]
+    assert cluster.do(ev.NodeRegistered(NodeId("n"), "s1", tuple(cluster.reports.values()))) == []
+    assert cluster.machine.leases(NodeId("n")) == leases
+    assert cluster.machine.leases(NodeId("other")) == []
+
+
+def test_a_late_registration_of_a_replaced_session_is_told_nothing(cluster: Scheduler) -> None:
+    cluster.step(1, 0)
+    cluster.register("s2")
+    assert cluster.register("s1") == []
+
+
 def test_the_end_of_a_job_fails_its_turns_and_revokes_its_leases() -> None:
     cluster = Scheduler()
     cluster.register()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import pytest
@@ -68,11 +68,13 @@ class Node:
         self.link = SchedulerLink(config, lambda: (REPORT,), self.events.append, time.monotonic_ns)
 
     async def event(self, event: NodeEvent) -> None:
-        for _ in range(200):
-            if event in self.events:
-                return
+        await until(lambda: event in self.events)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(4):
+        while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.02)
-        raise AssertionError(f"no {event} in {self.events}")
 
 
 @asynccontextmanager
@@ -151,11 +153,72 @@ async def test_a_silent_scheduler_counts_as_lost_until_it_answers_again(port: in
         first = await scheduler.welcome()
         await made.event(SchedulerLost())
         assert made.link.turns_in_flight == {}
+        before = 0
         while not isinstance(second := await scheduler.receive(), wire.Register):
-            pass
-        assert second.session != first.session
+            before = second.sequence if isinstance(second, wire.Heartbeat) else before
+        assert second.session == first.session, "a new one would move all turns of this node"
         await scheduler.send(wire.Welcome(second.session, "scheduler-1"))
+        assert (await scheduler.heartbeat()).sequence > before, "or the scheduler would drop it as old"
+        await until(lambda: made.events.count(SchedulerConnected(first.session)) == 2)
+    scheduler.close()
+
+
+async def test_a_session_that_is_over_is_not_asked_for_again(port: int) -> None:
+    """Another daemon took this node's place while it heard nothing."""
+    scheduler = Scheduler(port)
+    async with node(port) as made:
+        first = await scheduler.receive()
+        assert isinstance(first, wire.Register)
+        await scheduler.send(wire.Unregistered(first.session))
+        second = await scheduler.welcome()
+        assert second.session != first.session
         await made.event(SchedulerConnected(second.session))
+    scheduler.close()
+
+
+async def test_a_welcome_after_an_unregistered_counts(port: int) -> None:
+    """A restarted scheduler found a heartbeat waiting, and then the registration."""
+    scheduler = Scheduler(port)
+    async with node(port) as made:
+        first = await scheduler.receive()
+        assert isinstance(first, wire.Register)
+        await scheduler.send(wire.Unregistered(first.session))
+        await scheduler.send(wire.Welcome(first.session, "scheduler-2"))
+        assert (await scheduler.heartbeat()).session == first.session
+        assert made.link.registered
+    scheduler.close()
+
+
+async def test_registering_again_at_once_is_the_same_session(port: int) -> None:
+    scheduler = Scheduler(port)
+    async with node(port) as made:
+        first = await scheduler.receive()
+        made.link.report_now()
+        second = await scheduler.receive()
+        assert isinstance(first, wire.Register)
+        assert isinstance(second, wire.Register)
+        for message in (first, second):
+            await scheduler.send(wire.Welcome(message.session, "scheduler-1"))
+        await scheduler.heartbeat()
+        assert [event for event in made.events if isinstance(event, SchedulerConnected)] == [
+            SchedulerConnected(first.session)
+        ]
+    scheduler.close()
+
+
+async def test_a_fault_in_what_the_scheduler_said_is_not_swallowed(port: int) -> None:
+    scheduler = Scheduler(port)
+    made = Node(port)
+
+    def fail(_: NodeEvent) -> None:
+        raise AssertionError("a fault of ours")
+
+    made.link._emit = fail
+    task = asyncio.create_task(made.link.run())
+    await scheduler.welcome()
+    with pytest.raises(AssertionError, match="a fault of ours"):
+        await asyncio.wait_for(task, 5)
+    await made.link.close()
     scheduler.close()
 
 

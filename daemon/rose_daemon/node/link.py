@@ -1,8 +1,11 @@
 """The link to rose-scheduler: register, heartbeat, and what the scheduler tells us.
 
 A ZMQ DEALER that reconnects for ever.  Messages are never queued for a scheduler that is not there
-(ZMQ_IMMEDIATE): a heartbeat that cannot be sent is dropped, as the next one says more.  Each registration
-has a new session name, so that heartbeats of a former one cannot be mistaken.
+(ZMQ_IMMEDIATE): a heartbeat that cannot be sent is dropped, as the next one says more.
+
+A session lasts as long as the scheduler knows it.  After a silence this node registers again in the same one,
+as its engines are untouched and a new session would move all their turns.  Only a scheduler that says it does
+not know the session gets a new one.
 """
 
 from __future__ import annotations
@@ -56,7 +59,8 @@ class SchedulerLink:
         self._context = zmq.asyncio.Context()
         self._socket = self._connect()
         self._now_wanted = asyncio.Event()
-        self._session = ""
+        self._session = uuid.uuid4().hex
+        self._session_over = False
         self._heard_ns = 0
         self._sequence = 0
         self.registered = False
@@ -72,21 +76,27 @@ class SchedulerLink:
         self._now_wanted.set()
 
     async def run(self) -> None:
-        """Stay registered until cancelled."""
-        listening = asyncio.create_task(self._listen())
+        """Stay registered until cancelled.  Raises what `emit` raises."""
+        parts = [asyncio.create_task(self._listen()), asyncio.create_task(self._stay_registered())]
         try:
-            backoff_s = _BACKOFF_S[0]
-            while True:
-                if self.registered:
-                    backoff_s = _BACKOFF_S[0]
-                    await self._beat()
-                else:
-                    await self._register()
-                    await self._pause(backoff_s)
-                    backoff_s = min(2 * backoff_s, _BACKOFF_S[1])
+            ended, _ = await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
+            for part in ended:
+                part.result()
         finally:
-            listening.cancel()
-            await asyncio.gather(listening, return_exceptions=True)
+            for part in parts:
+                part.cancel()
+            await asyncio.gather(*parts, return_exceptions=True)
+
+    async def _stay_registered(self) -> None:
+        backoff_s = _BACKOFF_S[0]
+        while True:
+            if self.registered:
+                backoff_s = _BACKOFF_S[0]
+                await self._beat()
+            else:
+                await self._register()
+                await self._pause(backoff_s)
+                backoff_s = min(2 * backoff_s, _BACKOFF_S[1])
 
     async def close(self) -> None:
         """Say goodbye, if anybody listens, and close the socket."""
@@ -108,8 +118,8 @@ class SchedulerLink:
         return connection
 
     async def _register(self) -> None:
-        self._session = uuid.uuid4().hex
-        self._sequence = 0
+        if self._session_over:
+            self._session, self._sequence, self._session_over = uuid.uuid4().hex, 0, False
         await self._send(wire.Register(wire.PROTOCOL, self._node, self._session, tuple(self._reports())))
 
     async def _beat(self) -> None:
@@ -154,14 +164,19 @@ class SchedulerLink:
             case wire.Welcome(session=session):
                 if session == self._session:
                     self._heard_ns = now_ns
-                    self.registered = True
-                    self._now_wanted.set()
-                    self._emit(SchedulerConnected(session))
+                    self._session_over = False
+                    if not self.registered:
+                        self.registered = True
+                        self._now_wanted.set()
+                        self._emit(SchedulerConnected(session))
             case wire.HeartbeatAck(turns_in_flight=turns):
                 self._heard_ns = now_ns
                 self.turns_in_flight = dict(turns)
             case wire.Unregistered(session=session):
-                if session == self._session and self.registered:
+                if session != self._session:
+                    return
+                self._session_over = True  # unless a welcome follows, to a registration sent meanwhile
+                if self.registered:
                     self._lose("scheduler_restarted")
                     self._now_wanted.set()
             case wire.Step(job=job, rl_step=rl_step, required_version=version):

@@ -149,11 +149,16 @@ class NodeLink:
             return
         if self._machine.replaced(message.node, message.session):
             self._complain(identity, "node_replaced", f"another daemon is node {message.node} by now")
+            self._reply(identity, Unregistered(message.session))
             return
         # The welcome goes first: it tells the node which session the messages after it belong to.
         self._peers[message.node] = identity
+        known = self._machine.knows(message.node, message.session)
         self._send(message.node, Welcome(message.session, self._scheduler))
         self._feed(NodeRegistered(message.node, message.session, message.replicas))
+        if known:  # it was cut off for a while
+            for lease in self._machine.leases(message.node):
+                self.perform(lease)
 
     def _complain(self, identity: bytes, kind: str, text: str) -> None:
         """Count every bad message, log the first of each connection."""
