@@ -4,9 +4,9 @@
     decode of b requests:          batch[b] + context[b] * (sum of their context lengths)
     both in one step:              prefill + (batch[b] - batch[1]) + context[b] * (sum); weights are read once
 
-All coefficients are whole picoseconds: sums over many steps are exact.  The forms are the roofline's
-(compute and attention of prefill, weights and KV reads of decode); the coefficients are least squares of
-relative errors.
+All coefficients are multiples of four picoseconds, so that sums over many steps are exact, even of steps that
+take one and a half times as long.  The forms are the roofline's (compute and attention of prefill, weights
+and KV reads of decode); the coefficients are least squares of relative errors.
 """
 
 from __future__ import annotations
@@ -52,17 +52,22 @@ class StepCost(msgspec.Struct, frozen=True):
         index = min(batch, BATCH_MAX)
         return self.batch[index] + self.context[index] * context_sum + self.overhead
 
-    def scaled(self, factor: float) -> StepCost:
-        """Everything but the overhead takes `factor` times as long."""
+    def scaled(self, *, prefill: float = 1.0, decode: float = 1.0) -> StepCost:
+        """Steps take this many times as long; the host's overhead stays."""
         return StepCost(
-            base=round(self.base * factor),
-            token=round(self.token * factor),
-            attention=round(self.attention * factor),
-            floor=round(self.floor * factor),
-            batch=tuple(round(value * factor) for value in self.batch),
-            context=tuple(round(value * factor) for value in self.context),
+            base=_exact(self.base * prefill),
+            token=_exact(self.token * prefill),
+            attention=_exact(self.attention * prefill),
+            floor=_exact(self.floor * decode),
+            batch=tuple(_exact(value * decode) for value in self.batch),
+            context=tuple(_exact(value * decode) for value in self.context),
             overhead=self.overhead,
         )
+
+
+def _exact(value_ps: float) -> int:
+    """The nearest multiple of four, at least four."""
+    return max(4, 4 * round(value_ps / 4))
 
 
 @functools.cache
@@ -82,12 +87,12 @@ def step_cost(model: ModelShape, gpu: Gpu, tp: int) -> StepCost:
     kv = memory * model.kv_bytes_per_token / reference.kv_bytes_per_token
     communication = _all_reduce_ps(model, gpu, tp) - _all_reduce_ps(reference, known, profile.tp) * gemm
     return StepCost(
-        base=round(cost.base * model.layers / reference.layers),
-        token=max(1, round(cost.token * gemm + communication)),
-        attention=max(1, round(cost.attention * attention)),
-        floor=round(cost.floor * weights),
-        batch=tuple(round(value * weights) for value in cost.batch),
-        context=tuple(max(1, round(value * kv)) for value in cost.context),
+        base=_exact(cost.base * model.layers / reference.layers),
+        token=_exact(cost.token * gemm + communication),
+        attention=_exact(cost.attention * attention),
+        floor=_exact(cost.floor * weights),
+        batch=tuple(_exact(value * weights) for value in cost.batch),
+        context=tuple(_exact(value * kv) for value in cost.context),
     )
 
 

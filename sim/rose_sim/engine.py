@@ -20,6 +20,9 @@ from rose_sim.costs import StepCost
 from rose_sim.kv import KvLedger
 from rose_sim.loop import Loop
 
+ALONE = 2
+"""Two halves: a step takes the time that the cost model says."""
+
 
 class Request:
     """One LLM call in an engine."""
@@ -127,8 +130,8 @@ class Engine:
         self.step_tokens_max = step_tokens_max
         self.allowed = step_tokens_max
         """Most tokens of the next step; 0 while the gate is closed."""
-        self.slowdown = 1
-        """Steps take this many times as long while the device is shared."""
+        self.halves = ALONE
+        """Steps take half of this many times as long: 2 alone, more while the device is shared."""
         self.changed: Callable[[int], None] | None = None
         """Told when the engine falls idle or gets work."""
         self.requests_max = requests_max
@@ -182,6 +185,10 @@ class Engine:
         found = [*self._waiting, *self._prefilling, *(entry[2] for entry in self._decoding)]
         return sorted(found, key=lambda request: request.number)
 
+    def decoding(self) -> list[Request]:
+        """Requests that have their first token."""
+        return [entry[2] for entry in self._decoding]
+
     def tokens_done(self, request: Request) -> int:
         """Output tokens that steps which are over have given."""
         if request.finish_step < 0:
@@ -226,10 +233,10 @@ class Engine:
         else:
             self._cut()
 
-    def share(self, slowdown: int) -> None:
-        """From the next step on, steps take `slowdown` times as long."""
-        if slowdown != self.slowdown:
-            self.slowdown = slowdown
+    def share(self, halves: int) -> None:
+        """From the next step on, steps take `halves` / 2 times as long."""
+        if halves != self.halves:
+            self.halves = halves
             if self._run is not None and not self._settling:
                 self._cut()
 
@@ -402,14 +409,15 @@ class Engine:
         self._tell()
 
     def _next_run(self, start_ps: int) -> _Run:
-        batch, cost, slow = len(self._decoding), self.cost, self.slowdown
+        batch, cost, halves = len(self._decoding), self.cost, self.halves
         index = min(batch, len(cost.batch) - 1)
         if not self._prefilling:
             # A cap below the batch serves part of it in each step, in turn.
-            slow *= -(-batch // self.allowed)
+            halves *= -(-batch // self.allowed)
             first = cost.batch[index] + cost.context[index] * self._context + cost.overhead
             until_end = self._decoding[0][0] - self._step
-            return _Run(start_ps, first * slow, cost.context[index] * batch * slow, until_end, 0)
+            more = cost.context[index] * batch
+            return _Run(start_ps, first * halves // 2, more * halves // 2, until_end, 0)
         decode = cost.batch[index] - cost.batch[1] + cost.context[index] * self._context if batch else 0
         room = max(1, self.allowed - batch)
         head = self._prefilling[0]
@@ -420,7 +428,7 @@ class Engine:
                 steps = min(steps, self._decoding[0][0] - self._step)
             first = cost.prefill_ps(room, head.prefilled) + decode
             more = cost.attention * room * room + cost.context[index] * batch
-            return _Run(start_ps, first * slow, more * slow, steps, room)
+            return _Run(start_ps, first * halves // 2, more * halves // 2, steps, room)
         return self._packed_step(start_ps, room, decode)
 
     def _packed_step(self, start_ps: int, room: int, decode: int) -> _Run:
@@ -436,7 +444,7 @@ class Engine:
         cost = self.cost
         body = max(cost.base + total * cost.token, cost.floor) + cost.overhead
         duration = body + cost.attention * pairs // 2 + decode
-        run = _Run(start_ps, duration * self.slowdown, 0, 1, total)
+        run = _Run(start_ps, duration * self.halves // 2, 0, 1, total)
         run.packed = packed
         return run
 

@@ -65,7 +65,7 @@ def play(seed: int, *, single_steps: bool) -> Bench:
             cap = int(rng.choice([0, 4, 64, 512]))
             bench.loop.at(at, lambda _now, cap: bench.engine.allow(cap), cap)
         elif order == 1:
-            bench.loop.at(at, lambda _now, slow: bench.engine.share(slow), int(rng.integers(1, 3)))
+            bench.loop.at(at, lambda _now, slow: bench.engine.share(slow), int(rng.integers(2, 5)))
         elif order == 2:
             bench.loop.at(at, lambda now, delay: bench.engine.hold(now + delay), 7 * PS_PER_MS)
         else:
@@ -175,7 +175,7 @@ def test_costs_grow_with_work(tokens: int, past: int, batch: int, context: int) 
 
 
 def test_a_scaled_cost_takes_longer_and_keeps_the_host_overhead() -> None:
-    slower = COST.scaled(1.2)
+    slower = COST.scaled(prefill=1.2, decode=1.2)
     assert isinstance(slower, StepCost)
     assert slower.overhead == COST.overhead
     wanted = 1.2 * (COST.prefill_ps(1000) - COST.overhead)

@@ -1,0 +1,273 @@
+"""Builds a scenario's engines, devices, fleet and job for one system, and runs them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from rose.traces import Trace, generate
+from rose_sim.costs import StepCost, step_cost
+from rose_sim.engine import Engine, Request
+from rose_sim.fleet import Fleet, Replica
+from rose_sim.hardware import gpu, model
+from rose_sim.job import AsyncJob, SyncJob
+from rose_sim.loop import Loop, ps, stream
+from rose_sim.results import Outcome, collect
+from rose_sim.scenario import Scenario
+from rose_sim.serving import ServingLoad
+from rose_sim.sharing import TURNS, Contending, Gated, Sharing, Swapping
+from rose_sim.systems import get
+from rose_sim.traces import read_trace
+
+DAY_S = 86_400.0
+MEMORY_SHARE = 0.9
+"""Of the device, for weights and KV (vLLM's gpu_memory_utilization)."""
+
+
+class World:
+    """Everything of one run."""
+
+    def __init__(
+        self, scenario: Scenario, system: str, *, trace: Trace | None = None, slow: bool = False
+    ) -> None:
+        self.scenario = scenario
+        self.loop = Loop()
+        self.single_steps = slow
+        self.serving_model = model(scenario.serving.model)
+        self.rollout_model = model(scenario.rollout.model)
+        self.gpu = gpu(scenario.gpu)
+        self.dedicated: list[Replica] = []
+        self.elastic: list[Replica] = []
+        self.devices: list[Sharing] = []
+        self.system = get(system)(self)
+        self.fleet = Fleet(self.loop, affinity=self.system.affinity, on_turn=self._answered)
+        self.job = self._job() if self.system.trains else None
+        self._memory = self.gpu.memory_bytes * scenario.serving.tp
+        self._build()
+        self.load = self._serving_load(trace) if self.devices else None
+
+    @property
+    def version(self) -> int:
+        """The weights that the job's turns need now."""
+        return 0 if self.job is None else len(self.job.records) + 1
+
+    def run(self) -> Outcome:
+        """Run to the end of the job, or for the scenario's duration."""
+        limit = self.scenario.duration_s
+        if self.job is None:
+            self.loop.run(ps(limit if limit is not None else DAY_S / 24))
+        else:
+            self.loop.at(0, self.job.begin)
+            self.loop.run(None if limit is None else ps(limit))
+        return collect(self)
+
+    # ---- devices, for the systems ------------------------------------------------------------------
+
+    def plain_device(self, number: int) -> Sharing:
+        """Serving alone."""
+        kv = self._kv_tokens(self.serving_model.weight_bytes, self.serving_model.kv_bytes_per_token)
+        return Sharing(self.loop, self._serving_engine(number, kv), None)
+
+    def gated_device(self, number: int) -> Sharing:
+        """ROSE's."""
+        serving, rollout = self._resident_engines(number, self.scenario.rollout.token_cap)
+        return Gated(
+            self.loop,
+            serving,
+            rollout,
+            self.scenario,
+            memory_bytes=self._memory,
+            weights_bytes=self._weights_bytes,
+            kv_bytes=(self.serving_model.kv_bytes_per_token, self.rollout_model.kv_bytes_per_token),
+        )
+
+    def contending_device(
+        self, number: int, *, step_tokens_max: int, eviction: tuple[int, int] | None = None
+    ) -> Sharing:
+        """Both models resident, nothing regulated."""
+        serving, rollout = self._resident_engines(number, step_tokens_max)
+        return Contending(self.loop, serving, rollout, eviction)
+
+    def static_device(self, number: int) -> Sharing:
+        """Half for each."""
+        half = (round(self._memory * MEMORY_SHARE) - self._weights_bytes) // 2
+        serving = self._serving_engine(number, half // self.serving_model.kv_bytes_per_token)
+        tokens = half // self.rollout_model.kv_bytes_per_token
+        rollout = self._rollout_engine(f"borrowed-{number}", tokens, 2048)
+        serving.share(TURNS)
+        rollout.share(TURNS)
+        return Sharing(self.loop, serving, rollout)
+
+    def swapping_device(self, number: int, load_ps: tuple[int, int], keep_alive_ps: int) -> Sharing:
+        """One model at a time."""
+        serving = self._serving_engine(
+            number, self._kv_tokens(self.serving_model.weight_bytes, self.serving_model.kv_bytes_per_token)
+        )
+        rollout = self._rollout_engine(f"borrowed-{number}", self._rollout_kv_alone, 2048)
+        return Swapping(self.loop, serving, rollout, load_ps=load_ps, keep_alive_ps=keep_alive_ps)
+
+    # ---- inside ------------------------------------------------------------------------------------
+
+    @property
+    def _weights_bytes(self) -> int:
+        return self.serving_model.weight_bytes + self.rollout_model.weight_bytes
+
+    @property
+    def _rollout_kv_alone(self) -> int:
+        return self._kv_tokens(self.rollout_model.weight_bytes, self.rollout_model.kv_bytes_per_token)
+
+    def _kv_tokens(self, weight_bytes: int, kv_bytes: int) -> int:
+        memory = self.gpu.memory_bytes * self.scenario.rollout.tp
+        return (round(memory * MEMORY_SHARE) - weight_bytes) // kv_bytes
+
+    def _resident_engines(self, number: int, step_tokens_max: int) -> tuple[Engine, Engine]:
+        free = round(self._memory * MEMORY_SHARE) - self._weights_bytes
+        lent = self._memory - self._weights_bytes - round(self._memory * self.scenario.rollout.headroom_share)
+        serving = self._serving_engine(number, free // self.serving_model.kv_bytes_per_token)
+        tokens = lent // self.rollout_model.kv_bytes_per_token
+        return serving, self._rollout_engine(f"borrowed-{number}", tokens, step_tokens_max)
+
+    def _job(self) -> SyncJob | AsyncJob:
+        if self.system.staleness:
+            return AsyncJob(
+                self.loop, self.fleet, self.scenario, self.system, staleness=self.system.staleness
+            )
+        return SyncJob(self.loop, self.fleet, self.scenario, self.system)
+
+    def _build(self) -> None:
+        spec = self.scenario.rollout
+        for number in range(spec.dedicated_gpus // spec.tp if self.job is not None else 0):
+            engine = self._rollout_engine(f"dedicated-{number}", self._rollout_kv_alone, spec.step_tokens_max)
+            self.dedicated.append(Replica(f"dedicated-{number}", engine, borrowed=False))
+        for number in range(self.scenario.serving.instances):
+            device = self.system.sharing(number)
+            self.devices.append(device)
+            if device.rollout is not None:
+                self.elastic.append(self._borrow(device, device.rollout))
+        if self.system.own_elastic:
+            for number in range(spec.borrowed_gpus_max // spec.tp):
+                engine = self._rollout_engine(
+                    f"elastic-{number}", self._rollout_kv_alone, spec.step_tokens_max
+                )
+                self.elastic.append(Replica(f"elastic-{number}", engine, borrowed=True))
+        for replica in self.elastic:
+            replica.up = not self.system.own_elastic
+        for replica in [*self.dedicated, *self.elastic]:
+            self.fleet.add(replica)
+        if self.job is not None:
+            self.fleet.submit_job(
+                dedicated=len(self.dedicated),
+                borrowed=spec.borrowed_gpus_max // spec.tp,
+                cap=spec.replica_cap,
+                staleness_max=self.system.staleness,
+            )
+
+    def _borrow(self, device: Sharing, engine: Engine) -> Replica:
+        replica = Replica(engine.name, engine, borrowed=True)
+        replica.gate_open = device.gate_open
+        replica.serving_kv_share = lambda: device.serving.kv.used / max(1, device.serving.kv.capacity)
+        device.interrupt = self.fleet.interrupt
+        if isinstance(device, Swapping):
+            device.evict = lambda: self.fleet.take_down(replica, "model_evicted")
+            device.restore = lambda: self.fleet.bring_up(replica, replica.version)
+        return replica
+
+    def _serving_engine(self, number: int, kv_tokens: int) -> Engine:
+        spec = self.scenario.serving
+        return self._engine(
+            f"serving-{number}",
+            step_cost(self.serving_model, self.gpu, spec.tp),
+            kv_tokens,
+            spec.requests_max,
+            spec.step_tokens_max,
+            on_first=lambda request, now: self.load.first_token(request, now) if self.load else None,
+            on_finish=lambda request, now: self.load.finished(request, now) if self.load else None,
+        )
+
+    def _rollout_engine(self, name: str, kv_tokens: int, step_tokens_max: int) -> Engine:
+        spec = self.scenario.rollout
+        return self._engine(
+            name,
+            step_cost(self.rollout_model, self.gpu, spec.tp),
+            kv_tokens,
+            spec.replica_cap,
+            step_tokens_max,
+            on_first=None,
+            on_finish=self._attempt_finished,
+            keep_prefixes=True,
+        )
+
+    def _engine(
+        self,
+        name: str,
+        cost: StepCost,
+        kv_tokens: int,
+        requests_max: int,
+        step_tokens_max: int,
+        *,
+        on_first: Callable[[Request, int], None] | None,
+        on_finish: Callable[[Request, int], None],
+        keep_prefixes: bool = False,
+    ) -> Engine:
+        return Engine(
+            self.loop,
+            name,
+            cost,
+            kv_tokens=kv_tokens,
+            requests_max=requests_max,
+            step_tokens_max=step_tokens_max,
+            on_first=on_first,
+            on_finish=on_finish,
+            keep_prefixes=keep_prefixes,
+            single_steps=self.single_steps,
+        )
+
+    def _serving_load(self, trace: Trace | None) -> ServingLoad:
+        return ServingLoad(
+            self.loop,
+            self.devices,
+            serving_trace(self.scenario) if trace is None else trace,
+            self.system.choose(),
+        )
+
+    def _attempt_finished(self, request: Request, now_ps: int) -> None:
+        self.fleet.finished(request, now_ps)  # a method of ours, as the fleet comes after the first engines
+
+    def _answered(self, turn: object, now_ps: int) -> None:
+        assert self.job is not None
+        self.job.player.answered(turn, now_ps)  # type: ignore[arg-type]
+
+
+def serving_trace(scenario: Scenario) -> Trace:
+    """The scenario's serving load over a day, from its start on; a recorded trace is repeated and thinned."""
+    spec = scenario.serving
+    rng = stream(scenario.seed, "serving")
+    if spec.trace == "generated":
+        day = generate(
+            rng,
+            duration_s=spec.period_s,
+            rate_rps=spec.rate_rps,
+            amplitude=spec.amplitude,
+            period_s=spec.period_s,
+        )
+        span_ns = round(spec.period_s * 1e9)
+        at = (day.at_ns - round(spec.start_s * 1e9)) % span_ns
+    else:
+        day = read_trace(Path(spec.trace))
+        span_ns = day.span_ns + 1
+        rate = len(day.at_ns) / (span_ns / 1e9)
+        keep = rng.uniform(0, 1, len(day.at_ns)) < spec.rate_rps / rate
+        day = Trace(day.source, day.at_ns[keep], day.prompt_tokens[keep], day.output_tokens[keep], day.notes)
+        at = day.at_ns
+    order = np.argsort(at, kind="stable")
+    prompts, outputs = day.prompt_tokens[order], day.output_tokens[order]
+    repeats = max(1, -(-round(DAY_S * 1e9) // span_ns))
+    at_ns = np.concatenate([at[order] + turn * span_ns for turn in range(repeats)])
+    return Trace(day.source, at_ns, np.tile(prompts, repeats), np.tile(outputs, repeats), day.notes)
+
+
+def simulate(scenario: Scenario, system: str, *, slow: bool = False, trace: Trace | None = None) -> Outcome:
+    """Run one system on a scenario."""
+    return World(scenario, system, slow=slow, trace=trace).run()
