@@ -24,6 +24,11 @@ class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True):
     backoff_ns: int = 250 * NS_PER_MS
     """A turn avoids the replica that interrupted it for this long; doubles while attempts are fruitless."""
     backoff_max_ns: int = 5 * NS_PER_S
+    failures_max: int = 3
+    """Attempts in a row that fail on a replica without a token, whatever its health says, before it gets no
+    turns for `suspension_ns`; that doubles with each further one."""
+    suspension_ns: int = NS_PER_S
+    suspension_max_ns: int = 60 * NS_PER_S
     gate_patience_ns: int = 10 * NS_PER_S
     """A gate not seen open for this long counts against its replica (see `rose.core.routing`)."""
     lease_grace_ns: int = 30 * NS_PER_S

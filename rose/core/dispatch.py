@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from rose.core.cluster_settings import ClusterSettings
-from rose.core.effects import ClusterEffect, DispatchTurn, FailTurn, ForgetTrajectory, StopTurn
+from rose.core.effects import ClusterEffect, DispatchTurn, FailTurn, ForgetTrajectory, Say, StopTurn
 from rose.core.events import TurnArrived, TurnFinished, TurnInterrupted, TurnProgressed, TurnRefused
 from rose.core.readings import NEVER
 from rose.core.routing import Pick, Pins, Router, Want
@@ -37,6 +37,8 @@ class Tally:
     turns_finished: int = 0
     tokens: int = 0
     """Tokens of all attempts."""
+    failures: int = 0
+    """Attempts in a row that failed here without a token."""
 
 
 class Dispatcher:
@@ -61,6 +63,8 @@ class Dispatcher:
         """Jobs whose queue may move."""
         self._sweep_ns = NEVER
         """When to look for stalled attempts next."""
+        self._suspended: dict[ReplicaId, tuple[JobId, int]] = {}
+        """Replicas left out by the job that leases them, and until when."""
         self.pins = Pins(settings.pins_max, settings.pin_ttl_ns)
         self.counts = TurnCounts()
         self.tallies: dict[ReplicaId, Tally] = {}
@@ -69,7 +73,8 @@ class Dispatcher:
         """The latest instant for the next `tick`, or NEVER."""
         pins_ns = self.pins.next_deadline_ns()
         wakes = (job.queue.wake_ns for job in self._jobs.values())
-        return min(NEVER if pins_ns is None else pins_ns, self._sweep_ns, *wakes)
+        suspensions = (until_ns for _, until_ns in self._suspended.values())
+        return min(NEVER if pins_ns is None else pins_ns, self._sweep_ns, *wakes, *suspensions)
 
     # ---- jobs and replicas -------------------------------------------------------------------------
 
@@ -95,6 +100,7 @@ class Dispatcher:
         """Its prefixes are gone; its turns have been moved."""
         self._forget(self.pins.drop_replica(replica))
         del self.tallies[replica]
+        self._suspended.pop(replica, None)
 
     def move_all(self, job: JobTurns, replica: ReplicaId, reason: str) -> None:
         """End all attempts on a replica; their turns go on elsewhere."""
@@ -143,6 +149,7 @@ class Dispatcher:
         turn = self._current(event)
         if turn is not None and event.tokens > turn.tokens:
             turn.tokens = event.tokens
+            self.tallies[event.replica].failures = 0
             turn.progress_ns = now_ns
             turn.progress_open_ns = self._open_clock(event.replica, now_ns)
 
@@ -152,6 +159,7 @@ class Dispatcher:
         if turn is not None:
             turn.tokens = event.tokens
             self.tallies[event.replica].turns_finished += 1
+            self.tallies[event.replica].failures = 0
             self._close(self._jobs[turn.job], turn)
             self.counts.finished += 1
 
@@ -160,6 +168,8 @@ class Dispatcher:
         turn = self._current(event)
         if turn is not None:
             turn.tokens = event.tokens
+            if event.failed and not event.tokens:
+                self._failed_on(event.replica, turn.job, now_ns)
             self._shun(turn, now_ns)
             self._requeue(turn)
 
@@ -187,6 +197,12 @@ class Dispatcher:
             if now_ns >= job.queue.wake_ns:
                 job.queue.wake()
                 self.touch(job)
+        for replica, (name, until_ns) in list(self._suspended.items()):
+            if now_ns >= until_ns:
+                del self._suspended[replica]
+                if (suspending := self._jobs.get(name)) is not None:
+                    suspending.router.suspend(replica, False)
+                    self.touch(suspending)
 
     # ---- inside ------------------------------------------------------------------------------------
 
@@ -205,9 +221,30 @@ class Dispatcher:
             silent_ns = now_ns - turn.progress_ns
             open_ns = self._open_clock(turn.replica, now_ns) - turn.progress_open_ns
             if open_ns >= self._settings.turn_stall_ns or silent_ns >= self._settings.turn_held_ns:
+                if not turn.tokens:
+                    self._failed_on(turn.replica, turn.job, now_ns)
                 self._shun(turn, now_ns)
                 self._move(turn, "turn_stalled")
         self._sweep_ns = now_ns + self._settings.turn_stall_ns // 8 if self.counts.in_flight else NEVER
+
+    def _failed_on(self, replica: ReplicaId, name: JobId, now_ns: int) -> None:
+        """An attempt failed on a replica without a token: leave it out if that is all it does.
+
+        A replica that fails at once is always the least loaded one, and would draw turn after turn.
+        """
+        if replica in self._suspended:
+            return  # sent before that: it was one fault that ended them all
+        tally = self.tallies[replica]
+        tally.failures += 1
+        excess = tally.failures - self._settings.failures_max
+        if excess < 0:
+            return
+        pause_ns = min(self._settings.suspension_max_ns, self._settings.suspension_ns << min(excess, 16))
+        if excess == 0:
+            text = f"{tally.failures} attempts in a row failed here without a token: no turns for a while"
+            self._effects.append(Say("warning", "replica_suspended", text, replica))
+        self._suspended[replica] = (name, now_ns + pause_ns)
+        self._jobs[name].router.suspend(replica, True)
 
     def _shun(self, turn: Turn, now_ns: int) -> None:
         """The attempt went wrong where it ran: note if it was fruitless, and keep away for a while."""

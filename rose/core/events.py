@@ -291,6 +291,8 @@ class TurnInterrupted(Event, frozen=True):
     tokens: int
     """Tokens of this attempt that the gateway kept."""
     attempt: int = 0
+    failed: bool = False
+    """It is a fault of the engine, which did not let go of the turn on purpose."""
 
 
 class TurnRefused(Event, frozen=True):

@@ -81,6 +81,8 @@ class _Route:
     turns: dict[TurnId, int] = field(default_factory=dict)
     """Turns in flight here with their weights."""
     tokens: int = 0
+    suspended: bool = False
+    """Left out for a while, as its attempts fail."""
     open: bool = False
     """Takes a turn of this job now."""
     stamp: int = 0
@@ -158,6 +160,13 @@ class Router:
             self._opened = True
         route.condition = condition
         self._refresh(route)
+
+    def suspend(self, replica: ReplicaId, suspended: bool) -> None:
+        """Leave the replica out, or take it in again; turns in flight there go on."""
+        route = self._routes.get(replica)
+        if route is not None and route.suspended != suspended:
+            route.suspended = suspended
+            self._refresh(route)
 
     def configure(self, cap: int, window: VersionWindow) -> None:
         """The job's cap or version window changed."""
@@ -253,6 +262,7 @@ class Router:
         was_open = route.open
         route.open = (
             condition.takes_turns
+            and not route.suspended
             and len(route.turns) < self._cap
             and self._window.admits(condition.weight_version)
         )

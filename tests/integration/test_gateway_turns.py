@@ -226,6 +226,33 @@ async def test_an_engine_that_fails_is_passed_by(tmp_path: Path, status: int) ->
         assert ends == [f"engine_status_{status}"] * 2 + ["finished"]
 
 
+async def test_an_engine_that_only_fails_is_left_out_until_it_works_again(tmp_path: Path) -> None:
+    """It is always the least loaded one: without this it would draw every turn first."""
+    async with world(tmp_path, token_ms=1) as made:
+        broken = made.engines[0].state
+        broken.fail_status, broken.fail_count = 500, 1000
+        for _ in range(20):
+            assert (await chat(made)).choices[0].finish_reason == "length"
+        failures = 1000 - broken.fail_count
+        assert 3 <= failures <= 6
+        _, status = await made.get("/rose/v1/status")
+        assert {each["replica"]: each["eligible"] for each in status["replicas"]}[broken.name] is False
+        broken.fail_count = 0
+        await made.ready()
+        await asyncio.gather(*(chat(made) for _ in range(8)))
+        assert broken.tokens > 0
+
+
+async def test_turns_wait_while_every_engine_fails(tmp_path: Path) -> None:
+    """Tries that cannot work must not use up the attempts of turns."""
+    async with world(tmp_path, token_ms=1) as made:
+        for engine in made.engines:
+            engine.state.fail_status, engine.state.fail_count = 503, 4
+        answers = await asyncio.gather(*(chat(made) for _ in range(12)))
+        assert all(answer.choices[0].token_ids == expected(PROMPT, 60)[0] for answer in answers)
+        assert (await made.turns())["failed"] == 0
+
+
 async def test_an_engine_that_vanishes_is_passed_by(tmp_path: Path) -> None:
     async with world(tmp_path) as made:
         task = asyncio.create_task(chat(made))

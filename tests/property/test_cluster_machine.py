@@ -25,6 +25,7 @@ S = NS_PER_S
 SETTINGS = ClusterSettings(
     turn_stall_ns=8 * S, turn_held_ns=20 * S, queue_max=6, attempts_max=4, gate_patience_ns=3 * S,
     lease_grace_ns=4 * S, forget_node_after_ns=30 * S, pins_max=4, pin_ttl_ns=15 * S,
+    failures_max=2, suspension_max_ns=8 * S,
 )  # fmt: skip
 # Names that are prefixes of each other, on purpose.
 NODES = ("n", "n1", "n11")
@@ -360,12 +361,12 @@ class ClusterWorld(RuleBasedStateMachine):
         self.feed(ev.TurnProgressed(turn, replica, tokens, attempt))
 
     @precondition(lambda self: self.running)
-    @rule(which=picks, tokens=st.sampled_from((0, 0, 3)))
-    def turn_is_interrupted(self, which: int, tokens: int) -> None:
+    @rule(which=picks, tokens=st.sampled_from((0, 0, 3)), failed=st.booleans())
+    def turn_is_interrupted(self, which: int, tokens: int, failed: bool) -> None:
         turn, replica, attempt = self.some_running(which)
         del self.running[turn]
         self.ended.append((turn, replica, attempt))
-        effects = self.feed(ev.TurnInterrupted(turn, replica, "budget_cut", tokens, attempt))
+        effects = self.feed(ev.TurnInterrupted(turn, replica, "cut", tokens, attempt, failed))
         back = [e for e in effects if isinstance(e, DispatchTurn) and (e.turn, e.replica) == (turn, replica)]
         assert not back, "a turn goes straight back to where it was interrupted"
 
@@ -516,7 +517,12 @@ def chaos(seed: int, steps: int) -> ClusterWorld:
         (30, arrive),
         (20, on_running(world.turn_finishes)),
         (8, on_running(lambda which: world.turn_progresses(which, rng.randint(1, 9)))),
-        (12, on_running(lambda which: world.turn_is_interrupted(which, rng.choice((0, 0, 3))))),
+        (
+            12,
+            on_running(
+                lambda which: world.turn_is_interrupted(which, rng.choice((0, 0, 3)), rng.random() < 0.3)
+            ),
+        ),
         (1, on_running(world.turn_is_refused)),
         (2, lambda: world.client_goes_away(rng.randrange(1 << 16)) if world.turns else None),
         (6, lambda: world.late_message(rng.randrange(1 << 16), "finished") if world.ended else None),

@@ -219,11 +219,13 @@ class Dispatcher:
                 turn.close_attempt(failure.code)
                 self._settle(turn, failure)
                 self._feed(TurnRefused(turn.key, attempt.replica, failure.code, attempt.number))
-            case Interrupted(reason=reason):
+            case Interrupted(reason=reason, failed=failed):
                 turn.close_attempt(reason)
                 if self._after_cut(turn, attempt, reason):
                     kept = min(attempt.tokens, turn.token_count)
-                    self._feed(TurnInterrupted(turn.key, attempt.replica, reason, kept, attempt.number))
+                    self._feed(
+                        TurnInterrupted(turn.key, attempt.replica, reason, kept, attempt.number, failed)
+                    )
 
     def _after_cut(self, turn: Turn, attempt: Attempt, reason: str) -> bool:
         """An attempt ended early: keep its tokens or begin again; False if the turn is over by that."""

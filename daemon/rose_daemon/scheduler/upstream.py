@@ -42,6 +42,8 @@ class Interrupted(msgspec.Struct, frozen=True):
     """The attempt ended early; the turn can go on elsewhere."""
 
     reason: str
+    failed: bool = True
+    """Not so if the engine let go of the request on purpose."""
 
 
 class Rejected(msgspec.Struct, frozen=True):
@@ -162,7 +164,7 @@ async def _read_stream(response: aiohttp.ClientResponse, call: Call, on_pieces: 
                 reason = str(aborted.stop_reason or "aborted_by_engine")
                 aborted.finish_reason = aborted.stop_reason = None
                 await on_pieces(chunk.pieces)
-                return Interrupted(reason)
+                return Interrupted(reason, failed=False)
             open_choices -= {piece.index for piece in chunk.pieces if piece.finish_reason is not None}
             usage = chunk.usage or usage
             await on_pieces(chunk.pieces)
