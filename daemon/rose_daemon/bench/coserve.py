@@ -26,7 +26,7 @@ from rose.core.readings import ReplicaReading, SlackReading, Unknown
 from rose.errors import EngineFailed, NotReady, RoseError
 from rose.traces import TraceRequest
 from rose.units import NS_PER_S, ReplicaId
-from rose_daemon.harness.directory import make_model_files
+from rose_daemon.demo.checkpoints import make_model_files
 from rose_daemon.harness.generator import LoadGenerator, Replay
 from rose_daemon.harness.interrupts import Interrupts
 from rose_daemon.harness.load import Budgets, ClosedLoad, RequestRecord, Target, open_client

@@ -19,13 +19,13 @@ from rose.core.readings import ReplicaReading, Unknown
 from rose.errors import NotReady, RoseError, TimedOut
 from rose.units import JobId, ReplicaId
 from rose_daemon.demo.audit import Answers, Evidence, VersionAudit, audit, fixed_prompts, gather_evidence
+from rose_daemon.demo.checkpoints import make_model_files
 from rose_daemon.demo.drill import CutDrill
 from rose_daemon.demo.episodes import EpisodePlan, Group, Player
 from rose_daemon.demo.ledger import TurnLedger
 from rose_daemon.demo.placement import check, observe, promises
 from rose_daemon.demo.report import Findings, StepRecord
 from rose_daemon.demo.training import Sample, Trained, Trainer, TrainerSettings, trainer_command
-from rose_daemon.harness.directory import make_model_files
 from rose_daemon.harness.generator import LoadGenerator, Replay
 from rose_daemon.harness.interrupts import Interrupts
 from rose_daemon.harness.load import Budgets, RequestRecord

@@ -8,18 +8,10 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 from rose.errors import ConfigError
 
 _LARGE = ("models", "state", "checkpoints")
-
-
-class ModelPaths(NamedTuple):
-    """Checkpoint directories."""
-
-    serving: Path
-    rollout: Path
 
 
 @contextlib.contextmanager
@@ -32,7 +24,7 @@ def working_in(directory: Path, *, keep: bool) -> Iterator[None]:
         directory.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        raise _unusable(directory, error) from None
+        raise unusable(directory, error) from None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -42,6 +34,7 @@ def working_in(directory: Path, *, keep: bool) -> Iterator[None]:
         ) from None
     try:
         clean(directory)
+        shutil.rmtree(directory / "logs", ignore_errors=True)
         yield
         if not keep:
             clean(directory)
@@ -49,20 +42,8 @@ def working_in(directory: Path, *, keep: bool) -> Iterator[None]:
         os.close(descriptor)
 
 
-def make_model_files(directory: Path) -> ModelPaths:
-    """Make the two models.  Raises ConfigError when they cannot be written."""
-    # torch takes seconds to import: not before the user's input was checked.
-    from rose_daemon.demo.models import make_models  # noqa: PLC0415
-
-    try:
-        shutil.rmtree(directory / "logs", ignore_errors=True)
-        made = make_models(directory / "models")
-    except OSError as error:
-        raise _unusable(directory, error) from None
-    return ModelPaths(made.serving.resolve(), made.rollout.resolve())
-
-
-def _unusable(directory: Path, error: OSError) -> ConfigError:
+def unusable(directory: Path, error: OSError) -> ConfigError:
+    """What to tell a user whose directory cannot be written."""
     return ConfigError(f"{directory} cannot be written: {error.strerror}", "name another with --out")
 
 
