@@ -214,9 +214,10 @@ class BoardReader(_Mapping[RecordT]):
 class WatchedBoard(Generic[RecordT]):
     """A reader that copes with a board that is not there yet, went away, or was replaced.
 
-    `read(now_ns, limit_ns)` never raises: it answers `Unknown` with `board_missing`, `board_truncated`,
-    `board_stale` (record older than `limit_ns`, where word 0 is a stamp; None skips the check) or
-    `owner_gone`.  File and owner are checked at most every `owner_check_ns`, as that costs system calls.
+    `read(now_ns, limit_ns)` never raises: it answers `Unknown` with `board_missing`, `board_forbidden`,
+    `board_truncated`, `owner_gone`, or `board_stale` (record older than `limit_ns`, where word 0 is a stamp;
+    None skips the check).  File and owner are checked at most every `owner_check_ns`, as that costs
+    system calls.
     """
 
     def __init__(self, path: Path, kind: type[RecordT], *, owner_check_ns: int = 50_000_000) -> None:
@@ -250,6 +251,9 @@ class WatchedBoard(Generic[RecordT]):
                 return
             if self._reader is None or status.st_ino != self._inode:
                 self._reader, self._inode = BoardReader(self.path, self._kind), status.st_ino
+        except PermissionError:  # its writer runs as another user
+            self._reader, self._fault = None, "board_forbidden"
+            return
         except (OSError, ValueError):
             self._reader, self._fault = None, "board_missing"
             return

@@ -204,7 +204,18 @@ def test_a_removed_and_replaced_file_is_followed(path: Path) -> None:
     assert board.read(NOW_NS, STALE_NS) == slack(NOW_NS + 1)
 
 
-def test_a_directory_or_a_forbidden_path_is_missing(tmp_path: Path) -> None:
+def test_a_board_of_another_user_is_forbidden_not_missing(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> int:
+        raise PermissionError(13, "Permission denied")
+
+    BoardWriter(path, GatePolicy).publish(policy())
+    monkeypatch.setattr(os, "open", refuse)  # tests may run as root, whom no mode keeps out
+    assert WatchedBoard(path, GatePolicy).read(NOW_NS, None) == Unknown("board_forbidden")
+
+
+def test_a_directory_or_no_path_at_all_is_missing(tmp_path: Path) -> None:
     assert watch(tmp_path).read(NOW_NS, STALE_NS) == Unknown("board_missing")
     assert watch(tmp_path / "no" / "such").read(NOW_NS, STALE_NS) == Unknown("board_missing")
 
