@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import socket
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from rose_daemon import sdnotify
-from rose_daemon.node import journal
+from rose_daemon.node import engines, journal
+from rose_daemon.node.engine_http import EngineInfo, EngineRefused, EngineUnreachable
 from rose_daemon.node.gates import Gates
 from rose_daemon.node.journal import Journal
 
 from rose.boards import BoardPaths, BoardReader
+from rose.config import Config
 from rose.core.effects import Say
 from rose.core.events import EngineExited, MemoryObserved, NodeEvent, ReplicaObserved, ServingObserved, Tick
 from rose.core.node import NodeMachine
@@ -130,3 +134,41 @@ def test_notifications_go_to_the_service_manager(tmp_path: Path, monkeypatch: py
         assert manager.recv(64) == b"READY=1"
         assert sdnotify.watchdog_period_s() == 15
     assert not sdnotify.notify("WATCHDOG=1")  # it went away: no reason to fail
+
+
+# ---- engines ------------------------------------------------------------------------------------
+
+
+async def first_answer(*answers: EngineInfo | Exception) -> int:
+    """What an engine that answers so in turn is taken for."""
+    left = list(answers)
+
+    async def healthy() -> bool:
+        return True
+
+    async def info() -> EngineInfo:
+        answer = left.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def unused(*_: Any) -> Any:
+        raise AssertionError
+
+    engine = cast("engines.Engine", SimpleNamespace(client=SimpleNamespace(healthy=healthy, info=info)))
+    hosted = engines.Engines(Config(), unused, unused, unused, unused)
+    return await hosted._first_answer(ReplicaId("r"), engine)
+
+
+async def test_an_engine_that_is_not_there_yet_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "_READY_POLL_S", 0)
+    not_yet = (EngineUnreachable("no"), EngineRefused(503, "board_unknown", "board_torn", None))
+    assert await first_answer(*not_yet, EngineInfo("rollout", "r", 7)) == 7
+
+
+@pytest.mark.parametrize(
+    "answer", [EngineRefused(401, "unauthorized", "", None), EngineInfo("rollout", "other", 7)]
+)
+async def test_another_engine_on_the_port_is_not_ours(answer: EngineInfo | Exception) -> None:
+    with pytest.raises(EngineRefused):
+        await first_answer(answer)

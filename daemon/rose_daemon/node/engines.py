@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Coroutine
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -187,6 +188,9 @@ class Engines:
                     raise EngineRefused(200, "foreign_engine", f"it is {info.role} {info.name}", None)
             except EngineUnreachable:
                 pass
+            except EngineRefused as error:
+                if error.status != HTTPStatus.SERVICE_UNAVAILABLE:  # its board could not be read just now
+                    raise
             await asyncio.sleep(_READY_POLL_S)
 
     async def _end(self, engine: Engine, grace_s: float) -> None:
