@@ -30,7 +30,8 @@ class Journal:
     """Appends to a file that is rotated at `bytes_max`; one former file is kept.
 
     Every event is in it, observations included, so that replaying a journal from the start of rosed
-    through a fresh machine gives the same effects.
+    through a fresh machine gives the same effects.  That holds until the second rotation, after about an hour
+    with two replicas at the default size and tick; later it is the record of the latest decisions.
     A disk that fails costs entries, counted in `lost`, and never a decision.
     """
 
