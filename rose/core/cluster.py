@@ -38,6 +38,7 @@ from rose.core.events import (
     ReplicaDrainRequested,
     ReplicaReport,
     Tick,
+    TrajectoryPinned,
     TurnArrived,
     TurnCancelled,
     TurnFinished,
@@ -55,7 +56,15 @@ from rose.units import NS_PER_MS, JobId, NodeId, ReplicaId, WeightVersion
 
 __all__ = ["ClusterMachine", "ClusterSettings"]
 
-_TurnEvent = TurnArrived | TurnProgressed | TurnFinished | TurnInterrupted | TurnRefused | TurnCancelled
+_TurnEvent = (
+    TrajectoryPinned
+    | TurnArrived
+    | TurnProgressed
+    | TurnFinished
+    | TurnInterrupted
+    | TurnRefused
+    | TurnCancelled
+)
 _NodeEvent = NodeRegistered | NodeHeartbeat | NodeLeft | ReplicaDrainRequested
 _JobEvent = JobSubmitted | JobEnded | JobStepBegan | JobStepEnded | VersionPublished
 
@@ -100,7 +109,7 @@ class ClusterMachine:
         match event:
             case TurnProgressed() | TurnArrived() | TurnFinished() | TurnInterrupted() | TurnRefused():
                 self._turn_event(event, now_ns)
-            case TurnCancelled():
+            case TurnCancelled() | TrajectoryPinned():
                 self._turn_event(event, now_ns)
             case NodeHeartbeat() | NodeRegistered() | NodeLeft() | ReplicaDrainRequested():
                 self._node_event(event, now_ns)
@@ -192,6 +201,8 @@ class ClusterMachine:
 
     def _turn_event(self, event: _TurnEvent, now_ns: int) -> None:
         match event:
+            case TrajectoryPinned():
+                self._dispatcher.pinned(event, now_ns)
             case TurnProgressed():
                 self._dispatcher.progressed(event, now_ns)
             case TurnArrived():

@@ -11,7 +11,14 @@ from dataclasses import dataclass, field
 
 from rose.core.cluster_settings import ClusterSettings
 from rose.core.effects import ClusterEffect, DispatchTurn, FailTurn, ForgetTrajectory, Say, StopTurn
-from rose.core.events import TurnArrived, TurnFinished, TurnInterrupted, TurnProgressed, TurnRefused
+from rose.core.events import (
+    TrajectoryPinned,
+    TurnArrived,
+    TurnFinished,
+    TurnInterrupted,
+    TurnProgressed,
+    TurnRefused,
+)
 from rose.core.readings import NEVER
 from rose.core.routing import Pick, Pins, Router, Want
 from rose.core.turns import Turn, TurnCounts, TurnQueue
@@ -120,6 +127,11 @@ class Dispatcher:
                 self._drain(job, now_ns)
 
     # ---- events ------------------------------------------------------------------------------------
+
+    def pinned(self, event: TrajectoryPinned, now_ns: int) -> None:
+        """The trajectory ran on a replica before the scheduler was restarted."""
+        if event.job in self._jobs:
+            self._forget(self.pins.put(event.job, event.trajectory, event.replica, now_ns))
 
     def arrived(self, event: TurnArrived, latest: WeightVersion | None, now_ns: int) -> None:
         """A turn came; `latest` is the newest version of its job, None if there is no such job."""

@@ -261,6 +261,14 @@ class TurnArrived(Event, frozen=True):
     version_min: WeightVersion | None = None
 
 
+class TrajectoryPinned(Event, frozen=True):
+    """The replica holds the trajectory's prefix, as the scheduler knows from before its restart."""
+
+    job: JobId
+    trajectory: TrajectoryId
+    replica: ReplicaId
+
+
 class TurnProgressed(Event, frozen=True):
     """The attempt on `replica` produced tokens (liveness is token progress, not wall time)."""
 
@@ -319,6 +327,6 @@ class ReplicaDrainRequested(Event, frozen=True):
 
 ClusterEvent = (
     Tick | NodeRegistered | NodeHeartbeat | NodeLeft | JobSubmitted | JobEnded | JobStepBegan | JobStepEnded
-    | VersionPublished | TurnArrived | TurnProgressed | TurnFinished | TurnInterrupted | TurnRefused
-    | TurnCancelled | ReplicaDrainRequested
+    | VersionPublished | TrajectoryPinned | TurnArrived | TurnProgressed | TurnFinished | TurnInterrupted
+    | TurnRefused | TurnCancelled | ReplicaDrainRequested
 )  # fmt: skip

@@ -248,6 +248,39 @@ def test_a_killed_scheduler_keeps_jobs_and_answers(host: Host) -> None:
     assert (turns["arrived"], turns["finished"], turns["replayed"]) == (1, 1, 1)
 
 
+def test_trajectories_stay_where_their_prefix_is_over_a_restart(host: Host) -> None:
+    for name in "abc":
+        host.engine(name, token_ms=1)
+    first = host.scheduler()
+    Job.create(host.url, "walk", model=MODEL, n_rl=3, n_serving_max=0)
+    host.ready()
+
+    def walk(turn: int) -> list[str]:
+        return [replica_of(host, f"way-{number}", f"turn-{turn}-{number}") for number in range(6)]
+
+    where = walk(0)
+    time.sleep(1)  # the journal is written four times a second
+    for turn in (1, 2):  # a second restart forgets nothing either
+        first.send_signal(signal.SIGKILL)
+        first.wait(5)
+        first = host.scheduler()
+        host.ready()
+        assert host.status()["pins"] == 6
+        if turn == 2:
+            assert walk(turn) == where
+
+
+def replica_of(host: Host, trajectory: str, turn: str) -> str:
+    body = {"model": MODEL, "messages": MESSAGES, "max_tokens": 2}
+    request = urllib.request.Request(
+        f"{host.url}/v1/chat/completions",
+        msgspec.json.encode(body),
+        {"x-rose-trajectory": trajectory, "x-rose-turn-id": turn},
+    )
+    with urllib.request.urlopen(request, timeout=20) as response:
+        return str(response.headers["x-rose-replica"])
+
+
 def test_sigterm_ends_cleanly_and_the_journal_replays(host: Host) -> None:
     host.engine("a", token_ms=1)
     process = host.scheduler()

@@ -89,6 +89,8 @@ class ClusterDriver:
                 self.feed(JobStepBegan(job, record.rl_step, record.required_version))
                 if not record.step_open:
                     self.feed(JobStepEnded(job, record.rl_step))
+        for pin in self._store.pins():
+            self.feed(pin)
 
     async def run(self) -> None:
         """Tick at the machine's deadlines until cancelled."""

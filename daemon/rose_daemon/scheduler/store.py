@@ -18,16 +18,17 @@ from typing import Any
 import msgspec
 import structlog
 
-from rose.core.effects import ClusterEffect
-from rose.core.events import ClusterEvent, JobSubmitted
+from rose.core.effects import ClusterEffect, DispatchTurn
+from rose.core.events import ClusterEvent, JobSubmitted, TrajectoryPinned, TurnArrived
 from rose.errors import RoseError
-from rose.units import JobId, WeightVersion
+from rose.units import JobId, ReplicaId, TrajectoryId, TurnId, WeightVersion
 from rose_daemon.scheduler.output import Answer
 
 SCHEMA = 1
 ANSWERS_MAX = 20_000
 ANSWERS_BYTES_MAX = 256 << 20
 JOURNAL_ROWS_MAX = 200_000
+PINS_RESTORED_MAX = 10_000
 
 log = structlog.get_logger()
 
@@ -238,6 +239,30 @@ class Store:
         if not self._failing:
             self._failing = True
             log.error("store_failing", text=f"records are lost: {error}")
+
+    def pins(self, pins_max: int = PINS_RESTORED_MAX) -> list[TrajectoryPinned]:
+        """Where trajectories last ran in the run of the scheduler before this one, least recent first.
+
+        As far back as its journal goes; the last `pins_max` at most.
+        """
+        rows: Iterator[tuple[bytes, bytes]] = self._db.execute(
+            "SELECT event, effects FROM journal WHERE boot=(SELECT max(boot) FROM journal WHERE boot<?)"
+            " AND (instr(event, ?) OR instr(event, ?) OR instr(effects, ?)) ORDER BY seq",
+            (self.boot, b"TurnArrived", b"TrajectoryPinned", b"DispatchTurn"),
+        )
+        turns: dict[TurnId, tuple[JobId, TrajectoryId]] = {}
+        where: dict[tuple[JobId, TrajectoryId], ReplicaId] = {}
+        for event_blob, effects_blob in rows:
+            event = msgspec.msgpack.decode(event_blob, type=ClusterEvent)
+            if isinstance(event, TurnArrived):
+                turns[event.turn] = (event.job, event.trajectory)
+            elif isinstance(event, TrajectoryPinned):
+                where[event.job, event.trajectory] = event.replica
+            for effect in msgspec.msgpack.decode(effects_blob, type=list[ClusterEffect]):
+                if isinstance(effect, DispatchTurn) and (key := turns.get(effect.turn)) is not None:
+                    where.pop(key, None)  # so that the most recent one stands last
+                    where[key] = effect.replica
+        return [TrajectoryPinned(*key, replica) for key, replica in where.items()][-pins_max:]
 
     def boots(self) -> list[int]:
         """Runs of the scheduler that the journal still knows, oldest first."""
