@@ -27,6 +27,8 @@ from rose.core.readings import ReplicaReading
 from rose.errors import Exit
 from rose.units import NS_PER_MS, ReplicaId
 
+HOST = Place(frozenset({1}), "SCHED_OTHER")
+
 # ---- report -------------------------------------------------------------------------------------
 
 
@@ -116,7 +118,7 @@ def good(**changes: Any) -> reports.Findings:
         "first_audit": VersionAudit(version=0, digests_differ=(), prompts_differ=0, prompts_moved=0),
         "pauses_ms": [3.0, 5.0],
         "gate": (reading(), reading(open_ns=30, closed_ns=10, gate_transitions=4, overhead_p50_ns=5000)),
-        "placement": check([], {}),
+        "placement": check([Observed(7, "rosed", Counter({HOST: 2}))], {"rosed": HOST}),
         "trajectories_finished": 2,
     }
     return reports.Findings(**fields | changes)
@@ -170,9 +172,6 @@ def never_moved() -> TurnLedger:
     return ledger
 
 
-HOST = Place(frozenset({1}), "SCHED_OTHER")
-
-
 @pytest.mark.parametrize(
     ("changes", "code", "reason"),
     [
@@ -188,6 +187,7 @@ HOST = Place(frozenset({1}), "SCHED_OTHER")
         ({"steps": [step(1, changed=0)]}, Exit.ERROR, "a version changed no weight"),
         ({"first_audit": None}, Exit.ERROR, "not those the trainer made"),
         ({"placement": check([], {"rosed": HOST})}, Exit.ERROR, "did not run where it was promised to"),
+        ({"placement": []}, Exit.ERROR, "did not run where it was promised to"),
         ({"requests": []}, Exit.ERROR, "no serving request was sent"),
         (
             {"requests": [request() for _ in range(994)] + [request(251)] * 6},

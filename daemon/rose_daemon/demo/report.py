@@ -85,7 +85,7 @@ def build(found: Findings) -> dict[str, Any]:
         "gate": _gate(found),
         "memory": {"cuts": msgspec.to_builtins(found.cuts)},
         "placement": {
-            "ok": all(row.ok for row in found.placement),
+            "ok": bool(found.placement) and all(row.ok for row in found.placement),
             "rows": msgspec.to_builtins(found.placement),
         },
         "faults": found.ledger.faults,

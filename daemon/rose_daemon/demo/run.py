@@ -42,7 +42,7 @@ BLOCKS_PER_TURN = 5
 """KV blocks that a turn holds when an episode begins, with its answer."""
 UPDATE_TIMEOUT_S = 120.0
 PLACEMENT_AFTER_S = 3.0
-"""Into the first step's rollout: then every process is at work."""
+"""Into the first step's rollout, if it lasts that long: then every process is at work."""
 _WARM_UP_REQUESTS = 3
 
 
@@ -93,7 +93,7 @@ def opportunistic_blocks(episodes: EpisodePlan) -> int:
 
 
 class Demo:
-    """One run.  `found` holds what was seen, also when the run broke off."""
+    """One run; `found` is filled as it goes."""
 
     def __init__(self, options: DemoOptions, screen: Screen, interrupts: Interrupts) -> None:
         self.options = options
@@ -216,11 +216,15 @@ class Demo:
         self._screen.say(f"step {rl_step}: rollout on version {required}")
         began_s = time.monotonic()
         async with asyncio.TaskGroup() as tasks:
-            beside = [tasks.create_task(drill.during(rl_step)), tasks.create_task(self._look(stack))]
+            beside = [
+                tasks.create_task(drill.during(rl_step)),
+                tasks.create_task(self._look(stack, PLACEMENT_AFTER_S)),
+            ]
             groups = await player.play_step(rl_step, [required])
             for task in beside:
                 task.cancel()
         rollout_s = time.monotonic() - began_s
+        await self._look(stack, after_s=0.0)
         await asyncio.to_thread(job.end_step, rl_step)
         self._screen.say(f"step {rl_step}: {rollout_s:.1f} s of rollout; training version {version}")
         trained = await trainer.train(version, samples(groups))
@@ -244,11 +248,11 @@ class Demo:
 
     # ---- beside the rollout ---------------------------------------------------------------------
 
-    async def _look(self, stack: Stack) -> None:
-        """See where all processes run, once."""
+    async def _look(self, stack: Stack, after_s: float) -> None:
+        """See where all processes run, once a demo."""
         if self.found.placement:
             return
-        await asyncio.sleep(PLACEMENT_AFTER_S)
+        await asyncio.sleep(after_s)
         roles = {child.process.pid: name for name, child in stack.children.items() if name != "serving"}
         roles |= {os.getpid(): "agents"}
         pids = [*stack.pids(), os.getpid()]

@@ -149,6 +149,7 @@ def main(arguments: Sequence[str]) -> int:
         for line in sys.stdin.buffer:
             answer(service.train(commands.decode(line)))
     except RoseError as error:
+        print(f"rose: {error}", file=sys.stderr)
         answer(Failed(error.what, error.hint))
         return 1
     return 0
