@@ -44,11 +44,11 @@ def process_start_ticks(pid: int) -> int:
     Pid and start time together name a process for ever; a pid alone is reused.
     """
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
+        stat = Path(f"/proc/{pid}/stat").read_bytes()  # a process may have any bytes for a name
     except OSError:
         return 0
-    fields = stat.rpartition(")")[2].split()
-    return 0 if fields[0] in "ZX" else int(fields[19])
+    fields = stat.rpartition(b")")[2].split()
+    return 0 if fields[0] in b"ZX" else int(fields[19])
 
 
 class Owner(NamedTuple):

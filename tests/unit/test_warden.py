@@ -12,6 +12,9 @@ from pathlib import Path
 
 import pytest
 from rose_daemon.node import warden
+from rose_daemon.node.telemetry import tree_bytes
+
+from rose.boards import process_start_ticks
 
 # An engine as vLLM builds one: a first process with a child that has its own session and ignores SIGTERM.
 STUBBORN_CHILD = """
@@ -170,3 +173,21 @@ def test_descendants_are_found_across_levels() -> None:
         for pid in [*warden.descendants(parent.pid), parent.pid]:
             os.kill(pid, signal.SIGKILL)
         parent.wait()
+
+
+def test_a_process_may_have_any_name() -> None:
+    """The kernel cuts names at 15 bytes, in the middle of a letter too."""
+    rename = "open('/proc/self/comm', 'wb').write(b'nam\\xc3'); print('up', flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", rename], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as odd:
+        assert odd.stdout
+        assert odd.stdin
+        odd.stdout.readline()
+        assert warden.parents()[odd.pid] == os.getpid()
+        assert odd.pid in warden.descendants(os.getpid())
+        assert process_start_ticks(odd.pid) > 0
+        held = tree_bytes(odd.pid, warden.parents())
+        assert isinstance(held, int)
+        assert held > 0
+        odd.stdin.close()

@@ -107,7 +107,7 @@ def tree_bytes(pid: int, parent_of: Mapping[int, int]) -> int | Unknown:
 
 def _process_bytes(pid: int) -> int | Unknown:
     try:
-        text = (_PROC / str(pid) / "status").read_text()
+        text = (_PROC / str(pid) / "status").read_text(errors="replace")  # its name may be any bytes
     except OSError:
         return Unknown("process_gone")
     held = 0

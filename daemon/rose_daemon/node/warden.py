@@ -187,8 +187,9 @@ def parents() -> dict[int, int]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with contextlib.suppress(OSError):
-                state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
-                if state not in "ZX":
+                # Bytes, as a name is cut at 15 of them, in the middle of a letter too.
+                state, parent = (entry / "stat").read_bytes().rpartition(b")")[2].split()[:2]
+                if state not in b"ZX":
                     found[int(entry.name)] = int(parent)
     return found
 
