@@ -67,7 +67,7 @@ class RoseEndpoints:
         self._settings = settings
         self._token = _read_token(Path(settings.token_file))
         self._bell = GateBell(settings)
-        self._update = asyncio.Lock()
+        self._updating: asyncio.Task[Response] | None = None
         self._engine: Any = None
         self._about: dict[str, Any] = {}
 
@@ -126,13 +126,21 @@ class RoseEndpoints:
     # ---- POST /rose/v1/weights/update ---------------------------------------------------------------
 
     async def update_weights(self, request: Request) -> Response:
-        """Bring the engine to another version: stage, pause, write, resume.  One at a time."""
+        """Bring the engine to another version: stage, pause, write, resume.  One at a time.
+
+        Once begun it is made whole, whether or not anybody still waits for the answer: new weights under the
+        old version would match prefixes of the old ones.
+        """
         body = await _decode(request, UpdateRequest)
         if isinstance(body, Response):
             return body
-        if self._update.locked():
+        if self._updating is not None and not self._updating.done():
             return _json(409, {"error": "busy", "detail": "another weight update is under way"})
-        async with self._update, self._bell.ringing():
+        self._updating = asyncio.create_task(self._bring_to_version(body))
+        return await asyncio.shield(self._updating)
+
+    async def _bring_to_version(self, body: UpdateRequest) -> Response:
+        async with self._bell.ringing():
             started = time.monotonic()
             staged = await self._stage(body)
             if staged["state"] != "staged":
@@ -162,9 +170,9 @@ class RoseEndpoints:
 
     async def _apply(self, body: UpdateRequest) -> dict[str, Any]:
         mode = "abort" if body.abort_in_flight else "keep"
-        # Not `pause_generation`, which sleeps 20 ms for the looks of it.
-        await self._engine.engine_core.pause_scheduler_async(mode=mode, clear_cache=False)
         try:
+            # Not `pause_generation`, which sleeps 20 ms for the looks of it.
+            await self._engine.engine_core.pause_scheduler_async(mode=mode, clear_cache=False)
             outcome = await self._worker("rose_apply_weights", body.version)
             if "error" not in outcome:
                 await self._engine.update_weight_version(str(body.version))
