@@ -166,6 +166,12 @@ async def test_an_engine_that_is_not_there_yet_is_asked_again(monkeypatch: pytes
     assert await first_answer(*not_yet, EngineInfo("rollout", "r", 7)) == 7
 
 
+async def test_an_engine_whose_board_stays_away_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "_READY_POLL_S", 0)
+    with pytest.raises(EngineRefused, match="board_missing"):
+        await first_answer(*[EngineRefused(503, "board_unknown", "board_missing", None)] * 100)
+
+
 @pytest.mark.parametrize(
     "answer", [EngineRefused(401, "unauthorized", "", None), EngineInfo("rollout", "other", 7)]
 )

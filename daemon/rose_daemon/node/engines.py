@@ -33,6 +33,8 @@ CommandBuilder = Callable[[ReplicaConfig, Config], EngineCommand]
 """How to start a replica's engine; its port is never 0 here."""
 
 _READY_POLL_S = 0.25
+_UNREADABLE_MAX = 20
+"""Answers of a healthy engine that it cannot read its own board, before it is given up."""
 _START_MARK = "rosed: starting "
 _LOG_TAIL_BYTES = 1 << 18
 _LINE_CHARACTERS = 400
@@ -179,6 +181,7 @@ class Engines:
         self._emit(EngineReady(replica, version))
 
     async def _first_answer(self, replica: ReplicaId, engine: Engine) -> WeightVersion:
+        unreadable = 0
         while True:
             try:
                 if await engine.client.healthy():
@@ -189,7 +192,8 @@ class Engines:
             except EngineUnreachable:
                 pass
             except EngineRefused as error:
-                if error.status != HTTPStatus.SERVICE_UNAVAILABLE:  # its board could not be read just now
+                unreadable += 1  # its board: at this moment, or for good where another scheduler runs
+                if error.status != HTTPStatus.SERVICE_UNAVAILABLE or unreadable > _UNREADABLE_MAX:
                     raise
             await asyncio.sleep(_READY_POLL_S)
 
