@@ -66,10 +66,14 @@ class Scheduler:
     """
 
     def __init__(self, url: str, token: str = "") -> None:
-        parts = urlsplit(url)
-        if parts.scheme != "http" or not parts.hostname:
+        try:
+            parts = urlsplit(url)
+            host, port = parts.hostname, parts.port or 80
+        except ValueError:  # what stands for a port is none
+            host = None
+        if host is None or parts.scheme != "http":
             raise ConfigError(f"{url!r} is not the address of a scheduler", "give it as http://host:port")
-        self._host, self._port = parts.hostname, parts.port or 80
+        self._host, self._port = host, port
         self._headers = {"Content-Type": "application/json"}
         if token:
             self._headers["Authorization"] = f"Bearer {token}"

@@ -216,6 +216,13 @@ async def test_a_step_that_a_node_missed_is_told_again(tmp_path: Path) -> None:
         assert made.node.got(wire.Step)[-1] == wire.Step(JobId("job-0"), 1, WeightVersion(0))
 
 
+async def test_turns_that_come_while_it_shuts_down_are_told_so(tmp_path: Path) -> None:
+    async with world(tmp_path, engines=1) as made:
+        await made.scheduler.dispatcher.close()
+        status, answer = await made.post("/v1/chat/completions", CHAT)
+        assert (status, answer["error"]["code"]) == (503, "shutting_down")
+
+
 async def test_the_job_client(tmp_path: Path) -> None:
     async with world(tmp_path, job=False) as made:
 
@@ -241,6 +248,14 @@ async def test_the_job_client(tmp_path: Path) -> None:
             job.end()
 
         await asyncio.to_thread(use)
+
+
+@pytest.mark.parametrize(
+    "url", ["https://127.0.0.1:1", "127.0.0.1:1", "http://127.0.0.1:99999", "http://h:x"]
+)
+def test_the_client_refuses_what_is_no_address(url: str) -> None:
+    with pytest.raises(ConfigError, match="not the address of a scheduler"):
+        Scheduler(url)
 
 
 async def test_the_client_says_what_is_wrong() -> None:

@@ -33,6 +33,8 @@ from rose_daemon.scheduler.upstream import AttemptEnd, Call, Finished, Interrupt
 _PROGRESS_S = 0.2
 """Token progress is reported to the machine at most this often a turn."""
 
+_SHUTTING_DOWN = Failure(503, "shutting_down", "the scheduler is shutting down; send the turn again")
+
 log = structlog.get_logger()
 
 
@@ -59,12 +61,16 @@ class Dispatcher:
         self._upstream = upstream
         self._telemetry = telemetry
         self._specials: dict[str, SpecialTokens] = {}
+        self._closing = False
 
     # ---- from clients ------------------------------------------------------------------------------
 
     def arrive(self, turn: Turn, group: str) -> None:
         """A client brought a turn; its outcome will be on it."""
         self.book.open(turn)
+        if self._closing:
+            self._settle(turn, _SHUTTING_DOWN)
+            return
         self._feed(
             TurnArrived(
                 turn=turn.key,
@@ -86,10 +92,9 @@ class Dispatcher:
 
     async def close(self) -> None:
         """Stop all attempts and fail the turns that still live (the scheduler is going down)."""
+        self._closing = True
         for turn in list(self.book.live.values()):
-            self._fail(
-                turn, Failure(503, "shutting_down", "the scheduler is shutting down; send the turn again")
-            )
+            self._fail(turn, _SHUTTING_DOWN)
         await self._upstream.close()
 
     # ---- from the machine --------------------------------------------------------------------------
