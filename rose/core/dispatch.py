@@ -233,7 +233,7 @@ class Dispatcher:
             silent_ns = now_ns - turn.progress_ns
             open_ns = self._open_clock(turn.replica, now_ns) - turn.progress_open_ns
             if open_ns >= self._settings.turn_stall_ns or silent_ns >= self._settings.turn_held_ns:
-                if not turn.tokens:
+                if open_ns >= self._settings.turn_stall_ns and not turn.tokens:
                     self._failed_on(turn.replica, turn.job, now_ns)
                 self._shun(turn, now_ns)
                 self._move(turn, "turn_stalled")

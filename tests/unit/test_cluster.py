@@ -437,6 +437,84 @@ def test_only_time_with_an_open_gate_counts_as_stalled() -> None:
     assert 20 <= moved_at <= 28, "one second in three counts"
 
 
+# ---- replicas that only fail ----------------------------------------------------------------------
+
+
+def fail(cluster: Scheduler, *names: str, tokens: int = 0, failed: bool = True) -> list[ClusterEffect]:
+    """Turns run on `opp` and are ended there; answers what the last end set off."""
+    effects: list[ClusterEffect] = []
+    for name in names:
+        cluster.turn(name)
+        event = ev.TurnInterrupted(TurnId(name), ReplicaId("opp"), "engine_status_500", tokens, 0, failed)
+        effects = cluster.do(event)
+        cluster.do(ev.TurnCancelled(TurnId(name)))
+    return effects
+
+
+def eligible(cluster: Scheduler) -> bool:
+    view = cluster.machine.job_view(J)
+    assert view is not None
+    return {each.replica: each.eligible for each in view.replicas}[ReplicaId("opp")]
+
+
+@pytest.mark.parametrize(
+    ("how", "left_out"), [({}, True), ({"tokens": 3}, False), ({"failed": False}, False)]
+)
+def test_a_replica_that_only_fails_is_left_out_for_a_while(how: dict[str, Any], left_out: bool) -> None:
+    cluster = Scheduler()
+    cluster.register()
+    cluster.submit(n_rl=0)
+    fail(cluster, "a", "b", **how)
+    assert eligible(cluster)
+    effects = fail(cluster, "c", **how)
+    assert [say.code for say in of(effects, Say)] == ["replica_suspended"] * left_out
+    assert eligible(cluster) is not left_out
+    cluster.live(until_s=2)
+    assert eligible(cluster)
+
+
+def test_each_further_failure_doubles_the_pause_and_a_token_ends_it() -> None:
+    cluster = Scheduler()
+    cluster.register()
+    cluster.submit(n_rl=0)
+    fail(cluster, "a", "b", "c")
+    cluster.live(until_s=2)
+    fail(cluster, "d")
+    cluster.live(until_s=3)
+    assert not eligible(cluster)
+    cluster.live(until_s=5)
+    assert eligible(cluster)
+    cluster.turn("e")
+    cluster.do(ev.TurnProgressed(TurnId("e"), ReplicaId("opp"), 1, 1))
+    fail(cluster, "f", "g")
+    assert eligible(cluster)
+
+
+def test_one_fault_that_ends_many_attempts_counts_once() -> None:
+    cluster = Scheduler()
+    cluster.register()
+    cluster.submit(n_rl=0)
+    names = "abcdefgh"
+    for name in names:
+        cluster.turn(name)
+    for name in names:
+        cluster.do(ev.TurnInterrupted(TurnId(name), ReplicaId("opp"), "connection_lost", 0, 1, True))
+    cluster.live(until_s=2)
+    assert cluster.counts.in_flight == len(names)
+
+
+def test_a_long_closed_gate_is_no_failure() -> None:
+    cluster = Scheduler(turn_stall_ns=8 * S, turn_held_ns=40 * S)
+    cluster.register()
+    cluster.submit(n_rl=0)
+    for name in "abcd":
+        cluster.turn(name)
+    cluster.beat(opp={"gate_open": False})
+    effects = cluster.live(until_s=44)
+    assert len(stopped(effects)) == 4
+    assert [say for say in of(effects, Say) if say.code == "replica_suspended"] == []
+
+
 # ---- views and bounds -------------------------------------------------------------------------------
 
 
