@@ -206,6 +206,7 @@ def test_operators_orders(host: Host) -> None:
     slack.publish(SlackReading(**{**words, "stamp_ns": time.monotonic_ns(), "kv_total_blocks": 100}))
     host.start("mock")
     until(ready(host, OPPORTUNISTIC), host.explain)
+    until(ready(host, DEDICATED), host.explain)
     until(lambda: host.replica(OPPORTUNISTIC)["kv_blocks"]["total"], host.explain)
 
     assert ask(host.socket, wire.GateRequest(OPPORTUNISTIC, "closed")) == {"mode": "closed"}
