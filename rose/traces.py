@@ -61,7 +61,7 @@ class TraceRequest(NamedTuple):
     """One request to replay."""
 
     at_ns: int
-    """After the start of the window."""
+    """After the start of the window, at the window's speed."""
     prompt_tokens: int
     output_tokens: int
 
@@ -74,6 +74,8 @@ class Window(msgspec.Struct, frozen=True, kw_only=True):
     """None: to the end of the trace."""
     rate_scale: float = 1.0
     """Share of the requests kept (independent thinning, which keeps a Poisson trace Poisson)."""
+    speed: float = 1.0
+    """How much faster the trace's clock runs: a stretch of 60 s takes 30 s at 2."""
     size_divisor: float = 1.0
     """Prompts and outputs become this much shorter."""
     prompt_tokens_min: int = 1
@@ -89,6 +91,7 @@ class Window(msgspec.Struct, frozen=True, kw_only=True):
                 self.duration_s is None or (self.duration_s > 0 and math.isfinite(self.duration_s)),
             ),
             ("rate_scale", 0 < self.rate_scale <= 1),
+            ("speed", self.speed > 0 and math.isfinite(self.speed)),
             ("size_divisor", self.size_divisor > 0 and math.isfinite(self.size_divisor)),
             ("prompt_tokens_min", 1 <= self.prompt_tokens_min <= self.prompt_tokens_max),
             ("output_tokens_min", 1 <= self.output_tokens_min <= self.output_tokens_max),
@@ -285,7 +288,7 @@ def window(trace: Trace, cut: Window, rng: np.random.Generator) -> list[TraceReq
     outputs = _scaled(
         trace.output_tokens[chosen], cut.size_divisor, cut.output_tokens_min, cut.output_tokens_max
     )
-    at_ns = trace.at_ns[chosen] - start_ns
+    at_ns = ((trace.at_ns[chosen] - start_ns) / cut.speed).astype(np.int64)
     return [TraceRequest(*row) for row in zip(at_ns.tolist(), prompts, outputs, strict=True)]
 
 

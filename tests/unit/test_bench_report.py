@@ -18,7 +18,7 @@ from rose_daemon.harness.stack import Cores
 
 from rose.core.readings import ReplicaReading
 from rose.errors import ConfigError, EngineFailed, Exit, RoseError
-from rose.units import NS_PER_MS
+from rose.units import NS_PER_MS, NS_PER_S
 
 
 def record(ttft_ms: float, gap_ms: float = 10) -> RequestRecord:
@@ -136,6 +136,20 @@ def test_replay_repeats_and_says_what_it_is() -> None:
     assert description["rate_scale"] == pytest.approx(0.3, rel=0.2)
     assert description["trace"].startswith("generated")
     assert max(request.output_tokens for request in one.requests) <= plan.output_tokens_max
+
+
+def test_a_thin_trace_is_replayed_faster(tmp_path: Path) -> None:
+    trace = tmp_path / "t.csv"
+    rows = [f"2023-11-16 18:{minute:02d}:{second:02d},80,80" for minute in range(10) for second in range(60)]
+    trace.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]))
+    plan = ReplayPlan(path=trace, offset_s=10, duration_s=20, rate_rps=3)
+    replay = plan_replay(plan, 1)
+    assert len(replay.requests) == 60
+    assert replay.end_s == 70
+    assert replay.description["rate_scale"] == replay.description["speed"] == 3
+    assert replay.requests[-1].at_ns < 20 * NS_PER_S
+    whole = plan_replay(ReplayPlan(path=trace, offset_s=10, duration_s=590, rate_rps=3), 1)
+    assert len(whole.requests) == 590, "no more than there are"
 
 
 def test_replay_of_a_stretch_that_is_not_there(tmp_path: Path) -> None:

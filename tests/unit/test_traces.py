@@ -151,6 +151,14 @@ def test_window_cuts_scales_and_clamps() -> None:
     ]
 
 
+def test_speed_shortens_the_waits_only() -> None:
+    assert window(straight(10), Window(offset_s=2, duration_s=3, speed=2), rng()) == [
+        TraceRequest(0, 1000, 2),
+        TraceRequest(NS_PER_S // 2, 1000, 3),
+        TraceRequest(NS_PER_S, 1000, 4),
+    ]
+
+
 def test_window_to_the_end_keeps_everything() -> None:
     assert len(window(straight(10), Window(), rng())) == 10
 
@@ -177,6 +185,7 @@ def test_window_beyond_the_trace_is_refused() -> None:
         {"duration_s": 0},
         {"rate_scale": 0},
         {"rate_scale": 1.5},
+        {"speed": 0},
         {"size_divisor": 0},
         {"prompt_tokens_min": 0},
         {"output_tokens_min": 5, "output_tokens_max": 4},

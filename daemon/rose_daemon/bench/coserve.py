@@ -125,11 +125,11 @@ class Coserve:
         cores = Cores.of_this_machine()
         self._measured = Measured(started_at=datetime.now(UTC), options=options, cores=cores)
         self._arrivals: list[list[TraceRequest]] = []
+        offset_s = options.trace.offset_s
         for index in range(options.rounds):
-            offset_s = options.trace.offset_s + index * options.trace.duration_s
-            replay = plan_replay(
-                msgspec.structs.replace(options.trace, offset_s=offset_s), options.seed + index
-            )
+            stretch = msgspec.structs.replace(options.trace, offset_s=offset_s)
+            replay = plan_replay(stretch, options.seed + index)
+            offset_s = replay.end_s
             self._arrivals.append(replay.requests)
             self._measured.traces.append(replay.description)
 
