@@ -15,6 +15,7 @@ import heapq
 from collections import deque
 from collections.abc import Callable
 from math import isqrt
+from typing import NamedTuple
 
 from rose_sim.costs import StepCost
 from rose_sim.kv import KvLedger
@@ -67,6 +68,17 @@ class Request:
         self.started_ps = -1
         self.first_ps = -1
         self.finished_ps = -1
+
+
+class Work(NamedTuple):
+    """What an engine did since it came."""
+
+    steps: int
+    busy_ps: int
+    context_steps: int
+    """Sum over steps of the context lengths read."""
+    prefill_tokens: int
+    decode_tokens: int
 
 
 class _Run:
@@ -184,6 +196,19 @@ class Engine:
         """All requests in it, in order of arrival."""
         found = [*self._waiting, *self._prefilling, *(entry[2] for entry in self._decoding)]
         return sorted(found, key=lambda request: request.number)
+
+    def work(self) -> Work:
+        """What it did up to now, whole steps only."""
+        batch, steps = len(self._decoding), 0
+        run, busy, prefill = self._run, self.busy_ps, self.prefill_tokens
+        if run is not None and self.loop.now_ps > run.start_ps:
+            steps = run.complete(self.loop.now_ps)
+            busy += run.total(steps)
+            prefill += steps * run.chunk
+        pairs = self._context * steps + batch * (steps * (steps - 1) // 2)
+        return Work(
+            self.steps + steps, busy, self.context_steps + pairs, prefill, self.decode_tokens + batch * steps
+        )
 
     def decoding(self) -> list[Request]:
         """Requests that have their first token."""

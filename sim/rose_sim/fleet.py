@@ -272,6 +272,7 @@ class Fleet:
     def _dispatch(self, effect: DispatchTurn) -> None:
         turn = self.turns[effect.turn]
         replica = self.replicas[effect.replica]
+        assert replica.version >= self._required - self._oldest, (effect, replica.version)
         trajectory = effect.turn.rpartition("/")[0]
         request = Request(turn.prompt + turn.done, turn.output - turn.done, key=trajectory, owner=turn)
         turn.attempt, turn.replica, turn.request = effect.attempt, replica, request

@@ -26,6 +26,8 @@ class KvLedger:
         """Tokens reserved by running requests."""
         self.kept = 0
         """Tokens of prefixes that no running request holds."""
+        self.peak = 0
+        """Most tokens reserved by running requests at once."""
         self.evicted = 0
         """Tokens of prefixes dropped for want of room."""
         self._keep = keep_prefixes
@@ -56,6 +58,7 @@ class KvLedger:
         hit = self._prefixes.pop(key, 0)
         self.kept -= own
         self.running += need
+        self.peak = max(self.peak, self.running)
         self._make_room()
         return hit
 

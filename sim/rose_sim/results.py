@@ -23,6 +23,16 @@ class Latency(msgspec.Struct, frozen=True):
     mean: float
 
 
+class Timeline(msgspec.Struct, frozen=True):
+    """Minute by minute."""
+
+    serving_busy: list[float]
+    """Mean share of the minute that serving engines worked."""
+    rollout_tokens_per_s: list[float]
+    lent_memory_gb: list[float]
+    """KV memory in use by rollout engines on serving GPUs, at the minute's end."""
+
+
 class Outcome(msgspec.Struct, kw_only=True):
     """One system on one scenario."""
 
@@ -52,6 +62,7 @@ class Outcome(msgspec.Struct, kw_only=True):
     prefix_hit_share: float
     rollout_tokens: int
     borrowed_tokens: int
+    timeline: Timeline
 
 
 def collect(world: World) -> Outcome:
@@ -62,21 +73,21 @@ def collect(world: World) -> Outcome:
     time_s = sum(record.step_s for record in counted)
     batch = scenario.rl.groups * scenario.rl.group_size
     span_ps = max(1, world.loop.now_ps)
-    serving = [device.serving for device in world.devices]
+    serving = [device.serving.work() for device in world.devices]
     moved = sum(
-        engine.steps * world.serving_model.weight_bytes
-        + engine.context_steps * world.serving_model.kv_bytes_per_token
-        for engine in serving
+        work.steps * world.serving_model.weight_bytes
+        + work.context_steps * world.serving_model.kv_bytes_per_token
+        for work in serving
     )
     peak = world.gpu.bandwidth_tb_s * 1e12 * scenario.serving.tp * seconds(span_ps) * max(1, len(serving))
     engines = [replica.engine for replica in [*world.dedicated, *world.elastic]]
-    computed = sum(engine.prefill_tokens for engine in engines)
+    computed = sum(engine.work().prefill_tokens for engine in engines)
     cached = sum(engine.cached_tokens for engine in engines)
     ttft = world.load.ttft_ms if world.load else array("d")
     tpot = world.load.tpot_ms if world.load else array("d")
     ttft_ms, tpot_ms = _latency(ttft), _latency(tpot)
     spec = scenario.serving
-    gates = [device.gate_open_ps for device in world.devices]
+    gates = [device.opened_ps() for device in world.devices]
     counts = world.fleet.machine.counts()
     return Outcome(
         system=world.system.name,
@@ -93,15 +104,16 @@ def collect(world: World) -> Outcome:
         ttft_ms=ttft_ms,
         tpot_ms=tpot_ms,
         slo_ok=ttft_ms.p99 <= spec.ttft_ms and tpot_ms.p99 <= spec.tpot_ms,
-        serving_busy_share=_mean([engine.busy_ps / span_ps for engine in serving]),
+        serving_busy_share=_mean([work.busy_ps / span_ps for work in serving]),
         serving_bandwidth_share=moved / peak,
         gate_open_share=_mean([share / span_ps for share in gates]),
         kv_cuts=sum(device.cuts for device in world.devices),
         turns={name: getattr(counts, name) for name in counts.__struct_fields__},
         turns_sent=0 if world.job is None else world.job.player.turns_sent,
         prefix_hit_share=cached / (cached + computed) if cached + computed else 0.0,
-        rollout_tokens=sum(engine.decode_tokens for engine in engines),
-        borrowed_tokens=sum(replica.engine.decode_tokens for replica in world.elastic),
+        rollout_tokens=sum(engine.work().decode_tokens for engine in engines),
+        borrowed_tokens=sum(replica.engine.work().decode_tokens for replica in world.elastic),
+        timeline=world.timeline.read(),
     )
 
 

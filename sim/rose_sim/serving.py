@@ -47,31 +47,39 @@ def warm_first(devices: list[Sharing], number: int) -> Sharing:
 
 
 class ServingLoad:
-    """Replays a trace against the devices, over and over if it ends, and records TTFT and TPOT."""
+    """Replays a trace against the devices, again after every `period_ps`, and records TTFT and TPOT."""
 
-    def __init__(self, loop: Loop, devices: list[Sharing], trace: Trace, choose: Choose) -> None:
+    def __init__(
+        self, loop: Loop, devices: list[Sharing], trace: Trace, choose: Choose, period_ps: int
+    ) -> None:
         self.loop = loop
         self.devices = devices
         self.ttft_ms = array("d")
         self.tpot_ms = array("d")
         self.arrived = 0
         self._choose = choose
-        self._at_ps = (trace.at_ns * PS_PER_NS).tolist()
+        self._at_ps: list[int] = (trace.at_ns * PS_PER_NS).tolist()
         self._prompts = np.maximum(1, trace.prompt_tokens).tolist()
         self._outputs = np.maximum(1, trace.output_tokens).tolist()
-        self._owner: dict[int, Sharing] = {}
+        self._period_ps = period_ps
+        self._owner: dict[int, tuple[Sharing, int]] = {}
+        """Of requests in flight: their device and when they came."""
         self._next()
 
     def _next(self) -> None:
-        if self.arrived < len(self._at_ps):
-            self.loop.at(self._at_ps[self.arrived] + API_PS // 2, self._arrive)
+        self.loop.at(self._came_ps(self.arrived) + API_PS // 2, self._arrive)
+
+    def _came_ps(self, number: int) -> int:
+        turn, index = divmod(number, len(self._at_ps))
+        return turn * self._period_ps + self._at_ps[index]
 
     def _arrive(self, _now_ps: int, _: object) -> None:
         number = self.arrived
         self.arrived += 1
-        request = Request(self._prompts[number], self._outputs[number], owner=number)
+        index = number % len(self._at_ps)
+        request = Request(self._prompts[index], self._outputs[index], owner=number)
         device = self._choose(self.devices, number)
-        self._owner[number] = device
+        self._owner[number] = (device, self._came_ps(number))
         device.arriving(request)
         if not device.serving.submit(request):
             raise AssertionError(
@@ -84,8 +92,9 @@ class ServingLoad:
         """For the engines: a first token."""
         number = request.owner
         assert isinstance(number, int)
-        self.ttft_ms.append((now_ps + API_PS // 2 - self._at_ps[number]) / PS_PER_MS)
-        self._owner[number].first_token(request)
+        device, came_ps = self._owner[number]
+        self.ttft_ms.append((now_ps + API_PS // 2 - came_ps) / PS_PER_MS)
+        device.first_token(request)
 
     def finished(self, request: Request, now_ps: int) -> None:
         """For the engines: a complete answer."""
@@ -93,7 +102,7 @@ class ServingLoad:
         assert isinstance(number, int)
         if request.output > 1:
             self.tpot_ms.append((now_ps - request.first_ps) / (request.output - 1) / PS_PER_MS)
-        self._owner.pop(number).finished(request)
+        self._owner.pop(number)[0].finished(request)
 
     @property
     def in_flight(self) -> int:

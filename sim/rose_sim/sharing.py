@@ -21,8 +21,8 @@ from rose_sim.paper_gate import PaperGate
 from rose_sim.scenario import Scenario
 
 BESIDE = 3
-"""Halves: under MPS both decode at once.  Each alone takes about 3/4 of the memory bandwidth (the decode tables
-against the peak), so that together they need 3/2 of it and each step takes 3/2 as long."""
+"""Halves: under MPS both decode at once.  Each alone takes about 3/4 of the memory bandwidth (the
+decode tables against the peak), so that together they need 3/2 of it and each step takes 3/2 as long."""
 TURNS = 4
 """Halves: without MPS the device gives each its turn, so that a step takes twice as long."""
 
@@ -59,6 +59,10 @@ class Sharing:
     def gate_open(self) -> bool:
         """Whether rollout may run at the moment."""
         return True
+
+    def opened_ps(self) -> int:
+        """For how long rollout was let run, up to now."""
+        return self.gate_open_ps
 
     def loaded(self) -> bool:
         """Whether the serving model is on the device."""
@@ -209,6 +213,11 @@ class Gated(Sharing):
     def gate_open(self) -> bool:
         """Whether the gate is open."""
         return self._rollout.allowed > 0
+
+    def opened_ps(self) -> int:
+        """For how long the gate was open, up to now."""
+        since = self.loop.now_ps if self._opened_ps is None else self._opened_ps
+        return self.gate_open_ps + self.loop.now_ps - since
 
     # ---- the gate ----------------------------------------------------------------------------------
 

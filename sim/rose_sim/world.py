@@ -13,7 +13,8 @@ from rose_sim.engine import Engine, Request
 from rose_sim.fleet import Fleet, Replica
 from rose_sim.hardware import gpu, model
 from rose_sim.job import AsyncJob, SyncJob
-from rose_sim.loop import Loop, ps, stream
+from rose_sim.loop import PS_PER_NS, PS_PER_S, Loop, ps, stream
+from rose_sim.recorder import Recorder
 from rose_sim.results import Outcome, collect
 from rose_sim.scenario import Scenario
 from rose_sim.serving import ServingLoad
@@ -21,7 +22,8 @@ from rose_sim.sharing import TURNS, Contending, Gated, Sharing, Swapping
 from rose_sim.systems import get
 from rose_sim.traces import read_trace
 
-DAY_S = 86_400.0
+ALONE_S = 3600.0
+"""How long serving alone is watched, unless the scenario says."""
 MEMORY_SHARE = 0.9
 """Of the device, for weights and KV (vLLM's gpu_memory_utilization)."""
 
@@ -47,6 +49,7 @@ class World:
         self._memory = self.gpu.memory_bytes * scenario.serving.tp
         self._build()
         self.load = self._serving_load(trace) if self.devices else None
+        self.timeline = Recorder(self)
 
     @property
     def version(self) -> int:
@@ -57,7 +60,7 @@ class World:
         """Run to the end of the job, or for the scenario's duration."""
         limit = self.scenario.duration_s
         if self.job is None:
-            self.loop.run(ps(limit if limit is not None else DAY_S / 24))
+            self.loop.run(ps(limit if limit is not None else ALONE_S))
         else:
             self.loop.at(0, self.job.begin)
             self.loop.run(None if limit is None else ps(limit))
@@ -225,11 +228,16 @@ class World:
         )
 
     def _serving_load(self, trace: Trace | None) -> ServingLoad:
+        trace = serving_trace(self.scenario) if trace is None else trace
+        period_ps = trace.span_ns * PS_PER_NS + PS_PER_S
+        if self.scenario.serving.trace == "generated":
+            period_ps = max(period_ps, ps(self.scenario.serving.period_s))
         return ServingLoad(
             self.loop,
             self.devices,
-            serving_trace(self.scenario) if trace is None else trace,
+            trace,
             self.system.choose(),
+            period_ps,
         )
 
     def _attempt_finished(self, request: Request, now_ps: int) -> None:
@@ -241,7 +249,7 @@ class World:
 
 
 def serving_trace(scenario: Scenario) -> Trace:
-    """The scenario's serving load over a day, from its start on; a recorded trace is repeated and thinned."""
+    """The scenario's serving load from its start on: a generated day, or a recorded trace, thinned."""
     spec = scenario.serving
     rng = stream(scenario.seed, "serving")
     if spec.trace == "generated":
@@ -252,20 +260,16 @@ def serving_trace(scenario: Scenario) -> Trace:
             amplitude=spec.amplitude,
             period_s=spec.period_s,
         )
-        span_ns = round(spec.period_s * 1e9)
-        at = (day.at_ns - round(spec.start_s * 1e9)) % span_ns
+        at = (day.at_ns - round(spec.start_s * 1e9)) % round(spec.period_s * 1e9)
     else:
         day = read_trace(Path(spec.trace))
-        span_ns = day.span_ns + 1
-        rate = len(day.at_ns) / (span_ns / 1e9)
+        rate = len(day.at_ns) / ((day.span_ns + 1) / 1e9)
         keep = rng.uniform(0, 1, len(day.at_ns)) < spec.rate_rps / rate
         day = Trace(day.source, day.at_ns[keep], day.prompt_tokens[keep], day.output_tokens[keep], day.notes)
         at = day.at_ns
     order = np.argsort(at, kind="stable")
     prompts, outputs = day.prompt_tokens[order], day.output_tokens[order]
-    repeats = max(1, -(-round(DAY_S * 1e9) // span_ns))
-    at_ns = np.concatenate([at[order] + turn * span_ns for turn in range(repeats)])
-    return Trace(day.source, at_ns, np.tile(prompts, repeats), np.tile(outputs, repeats), day.notes)
+    return Trace(day.source, at[order], prompts, outputs, day.notes)
 
 
 def simulate(scenario: Scenario, system: str, *, slow: bool = False, trace: Trace | None = None) -> Outcome:

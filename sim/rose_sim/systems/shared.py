@@ -54,8 +54,10 @@ class ServerlessLlmRollout(_DenseToServing):
         "one request an engine, no keep-alive: the defaults of its autoscaler (sllm/cli/default_config.json)",
         "a load takes 20 GB/s a GPU (65.5 GB in 3.2 s on its H100 with NVMe)",
         "rollout requests that are evicted are prefilled anew elsewhere",
+        "its router goes by where models are loaded, not by prefixes: no affinity between turns",
         "the dense model goes through the relay",
     )
+    affinity = False
     keep_alive_s = 0.0
 
     def sharing(self, number: int) -> Sharing:

@@ -1,0 +1,145 @@
+"""`rose sim`: run scenarios, reproduce the paper's figures, plan a cluster."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+app = typer.Typer(rich_markup_mode=None, add_completion=False, no_args_is_help=True)
+
+Json = Annotated[Path | None, typer.Option("--json", help="Write the report here; `-` for standard output.")]
+Html = Annotated[Path | None, typer.Option("--html", help="Write a report with plots here.")]
+
+# The modules that simulate take a second to import: not for --help.
+
+
+@app.callback()
+def _root() -> None:
+    """Trace-driven simulation of ROSE and of the systems it is compared with."""
+
+
+@app.command()
+def run(
+    scenario: Annotated[Path, typer.Argument(help="A scenario file; see docs/simulator.md.")],
+    system: Annotated[
+        list[str] | None, typer.Option(help="Only this system (may be given again); default: the scenario's.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Instead of the scenario's.")] = None,
+    single_steps: Annotated[
+        bool, typer.Option("--single-steps", help="Step through every engine step: slow, and equal.")
+    ] = False,
+    json_file: Json = None,
+    html_file: Html = None,
+) -> None:
+    """Run a scenario and show what each system did."""
+    from rose_sim.reports import run_report, show_run, write_json  # noqa: PLC0415
+
+    report = run_report(scenario, system or None, seed, single_steps=single_steps)
+    if json_file is not None:
+        write_json(json_file, report)
+    if html_file is not None:
+        from rose_sim.html import run_page  # noqa: PLC0415
+
+        html_file.write_text(run_page(report), encoding="utf-8")
+    if str(json_file) != "-":
+        show_run(report, Console(highlight=False))
+
+
+@app.command()
+def reproduce(
+    sensitivity: Annotated[
+        bool, typer.Option("--sensitivity/--no-sensitivity", help="Vary the fitted inputs by 20%.")
+    ] = False,
+    seed: Annotated[int, typer.Option(help="Of load and episodes.")] = 1,
+    json_file: Json = None,
+    html_file: Html = None,
+) -> None:
+    """Compare the simulator with the paper's figures, row by row.
+
+    Exit code 1 when a row that counts as hard lies outside its tolerance.
+    """
+    from rose_sim.reports import show_reproduction, write_json  # noqa: PLC0415
+    from rose_sim.reproduce import reproduction  # noqa: PLC0415
+
+    report = reproduction(seed=seed, sensitivity=sensitivity)
+    if json_file is not None:
+        write_json(json_file, report)
+    if html_file is not None:
+        from rose_sim.html import reproduction_page  # noqa: PLC0415
+
+        html_file.write_text(reproduction_page(report), encoding="utf-8")
+    if str(json_file) != "-":
+        show_reproduction(report, Console(highlight=False))
+    raise typer.Exit(0 if report["ok"] else 1)
+
+
+@app.command()
+def whatif(
+    trace: Annotated[Path, typer.Option(help="Serving trace: Azure, BurstGPT, Mooncake or vLLM bench.")],
+    gpus: Annotated[int, typer.Option(min=1, help="Serving GPUs.")],
+    serving_model: Annotated[str, typer.Option(help="Name, or a Hugging Face config.json.")],
+    rollout_model: Annotated[str, typer.Option(help="Name, or a Hugging Face config.json.")],
+    ttft_ms: Annotated[float, typer.Option(min=1, help="TTFT budget.")],
+    tpot_ms: Annotated[float, typer.Option(min=1, help="TPOT budget.")],
+    gpu_type: Annotated[str, typer.Option(help="H800, H100, H200, H20 or A100.")] = "H100",
+    tp: Annotated[int, typer.Option(min=1, help="GPUs an engine.")] = 1,
+    rate: Annotated[float | None, typer.Option(help="Thin the trace to this mean rate, 1/s.")] = None,
+    hours: Annotated[float, typer.Option(min=0.1, help="How much of the trace to simulate.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Of thinning and rollout load.")] = 1,
+    json_file: Json = None,
+) -> None:
+    """Say how much rollout capacity a serving fleet can lend, and at what risk."""
+    from rose_sim.reports import show_whatif, write_json  # noqa: PLC0415
+    from rose_sim.whatif import Question, answer  # noqa: PLC0415
+
+    question = Question(
+        trace=trace,
+        gpus=gpus,
+        gpu=gpu_type,
+        tp=tp,
+        serving_model=serving_model,
+        rollout_model=rollout_model,
+        ttft_ms=ttft_ms,
+        tpot_ms=tpot_ms,
+        rate_rps=rate,
+        hours=hours,
+        seed=seed,
+    )
+    report = answer(question)
+    if json_file is not None:
+        write_json(json_file, report)
+    if str(json_file) != "-":
+        show_whatif(report, Console(highlight=False))
+
+
+@app.command()
+def sweep(
+    scenario: Annotated[Path, typer.Argument(help="A scenario file.")],
+    vary: Annotated[list[str], typer.Option(help="TABLE.KEY=V1,V2,...; given again: all combinations.")],
+    workers: Annotated[int, typer.Option(min=1, help="Processes.")] = 1,
+    json_file: Json = None,
+) -> None:
+    """Run a scenario for every combination of some settings."""
+    from rose_sim.reports import show_sweep, write_json  # noqa: PLC0415
+    from rose_sim.sweep import sweep_report  # noqa: PLC0415
+
+    console = Console(highlight=False, stderr=True)
+    report = sweep_report(scenario, vary, workers, console)
+    if json_file is not None:
+        write_json(json_file, report)
+    if str(json_file) != "-":
+        show_sweep(report, Console(highlight=False))
+
+
+@app.command()
+def systems() -> None:
+    """List the systems that can be compared, with their sources and assumptions."""
+    from rose_sim.systems import SYSTEMS  # noqa: PLC0415
+
+    for name, system in SYSTEMS.items():
+        typer.echo(f"{name}: {system.source}")
+        for assumption in system.assumptions:
+            typer.echo(f"    {assumption}")
