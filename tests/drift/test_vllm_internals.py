@@ -60,6 +60,7 @@ SIGNATURES = {
     f"{WORKER}.load_model": "self load_dummy_weights",
     "vllm.v1.worker.cpu_worker:CPUWorker.__init__": "self vllm_config local_rank rank "
     "distributed_init_method is_driver_worker",
+    "vllm.v1.worker.cpu_worker:CPUWorker.init_device": "self",
     "vllm.v1.engine.core_client:AsyncMPClient.pause_scheduler_async": "self mode clear_cache",
     "vllm.model_executor.layers.utils:check_cpu_sgl_kernel": "n k dtype",
     "vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm": "layer remove_weight",

@@ -19,8 +19,8 @@ TESTED_SERIES = "0.32"
 """The vLLM releases whose internals docs/vllm-internals.md lists and tests/drift compares."""
 
 _SPIN_SLEEP_S = 100e-6
-_SPIN_QUICK_S = 0.005
-_SPIN_POLL_MS = 2
+_SPIN_QUICK_S = 0.001
+_SPIN_POLL_MS = 10
 
 
 def register() -> None:
@@ -83,8 +83,8 @@ def _calm_queue_readers() -> None:
     """Let readers of vLLM's shared-memory queues sleep instead of spinning for a second.
 
     After each message a reader yields in a loop for `busy_loop_s` (1 s), which burns the core that workers
-    share.  Here it naps for 100 us during the first 5 ms (a decode step answers within that), then
-    waits for the writer's notification, 2 ms at most, as notifications may get lost in that second.
+    share.  Here it naps for 100 us during the first millisecond (the next step of a busy engine comes within
+    that), then waits for the writer's notification: 10 ms at most, as those may get lost in that second.
     """
     from vllm.distributed.device_communicators.shm_broadcast import SpinCondition  # noqa: PLC0415
 
