@@ -15,7 +15,7 @@ export PYTHON VENV TORCH_INDEX
 
 RUN := $(VENV)/bin/python -m
 .DEFAULT_GOAL := help
-.PHONY: help demo test check fmt bench gpu-check install install-dev lock clean
+.PHONY: help demo test check fmt bench fuzz-delta gpu-check install install-dev lock clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -39,6 +39,9 @@ fmt: install-dev  ## fix what can be fixed by itself, and format
 
 bench: install  ## measure co-serving: serving alone, ungated, gated
 	$(VENV)/bin/rose bench coserve $(ARGS)
+
+fuzz-delta: install  ## decode 200,000 damaged weight deltas under sanitizers (needs gcc's libasan)
+	$(VENV)/bin/python kernels/fuzz/run.py $(ARGS)
 
 gpu-check:  ## what can be checked on a GPU; does nothing where there is none
 	@$(PYTHON) tests/gpu/check.py

@@ -94,4 +94,4 @@ mkdir -p "$stamps"
 once torch "torch, CPU build (about 200 MB)" requirements/torch.txt
 once engine "the engine and its libraries (about 2.5 GB, minutes)" requirements/cpu.txt
 if [ "${1:-}" = --dev ]; then once tools "what the checks and tests need" requirements/dev.txt; fi
-once rose "ROSE itself" pyproject.toml
+once rose "ROSE itself" pyproject.toml kernels/csrc/*

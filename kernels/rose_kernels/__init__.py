@@ -1,5 +1,1 @@
-"""Kernels of the weight path and the memory arena.
-
-Empty in this release: deltas are dense or coordinate lists (`rose.weights.container`), made with NumPy.  The
-entropy codec with its NumPy, C and CUDA forms, and the arena, belong here.
-"""
+"""Kernels of the weight path: `rose_kernels.delta`, the exponent-class delta codec, in NumPy and in C."""

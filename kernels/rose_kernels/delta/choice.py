@@ -1,0 +1,73 @@
+"""Choosing a group's plan from a sample of its changes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from rose_kernels.delta.elements import Bytes, ElementFormat, Words
+from rose_kernels.delta.plan import Plan, position_thresholds, value_thresholds
+from rose_kernels.delta.reference import steps, value_symbol
+from rose_kernels.delta.tables import VALUE_SYMBOLS
+
+Pair = tuple[Words, Words, Bytes | None]
+"""Base, target, history."""
+
+_SAMPLE_RUN = 64
+_SAMPLE_ELEMENTS_MAX = 1 << 17
+_SAMPLE_CHANGES_MAX = 1 << 13
+
+AGE_THRESHOLDS = (2, 5)
+"""Groups of the stateful mode: never changed, in the last version, 2 to 4 versions ago, longer ago."""
+
+_SYMBOL_OF_STEP = np.array([value_symbol(step)[0] for step in range(1 << 16)], np.uint8)
+
+
+def choose_plan(element: ElementFormat, pairs: Sequence[Pair], classes: int, value_classes: int) -> Plan:
+    """Thresholds for a group, from at most 2^17 of its elements in runs of 64."""
+    ages = None if pairs[0][2] is None else AGE_THRESHOLDS
+    groups = Plan(element, age_thresholds=ages)
+    base, target, history = _sample(pairs)
+    exponents = ((base >> element.exponent_shift) & element.exponent_mask).astype(np.int64)
+    cells = exponents * groups.groups + groups.group_of[history]
+    changed = np.flatnonzero(base != target)
+    elements = _counts(cells, groups.groups)
+    changes = _counts(cells[changed], groups.groups)
+    few = changed[:: max(1, changed.size // _SAMPLE_CHANGES_MAX)]
+    flips = np.where(groups.group_of[history[few]] > 0, history[few] & 1, 0)
+    symbols = _SYMBOL_OF_STEP[steps(base[few], target[few], element) ^ flips]
+    by_symbol = _counts(cells[few] * VALUE_SYMBOLS + symbols, groups.groups, VALUE_SYMBOLS)
+    # The tables are shared by the whole group, so what they cost weighs less than in the sample.
+    scale = sum(pair[0].size for pair in pairs) * changed.size / max(1, few.size * base.size)
+    return Plan(
+        element,
+        position_thresholds(elements, changes, classes),
+        value_thresholds((by_symbol * scale).astype(np.int64), value_classes),
+        ages,
+    )
+
+
+def _counts(cells: npt.NDArray[np.int64], *shape: int) -> npt.NDArray[np.int64]:
+    size = 256 * math.prod(shape)
+    return np.bincount(cells, minlength=size).reshape(256, *shape)
+
+
+def _sample(pairs: Sequence[Pair]) -> tuple[Words, Words, Bytes]:
+    """Base, target and history of the sampled elements: every shard gives runs at equal distances."""
+    total = sum(base.size for base, _, _ in pairs)
+    every = max(1, -(-total // _SAMPLE_ELEMENTS_MAX))
+    samples = []
+    for base, target, history in pairs:
+        runs = base.size // (_SAMPLE_RUN * every)
+        if every == 1 or runs == 0:
+            at: npt.NDArray[np.int64] | slice = slice(None, max(1, base.size // every))
+        else:
+            starts = np.arange(runs) * (_SAMPLE_RUN * every)
+            at = (starts[:, None] + np.arange(_SAMPLE_RUN)).ravel()
+        past = np.zeros(base[at].size, np.uint8) if history is None else history[at] & 15
+        samples.append((base[at], target[at], past))
+    bases, targets, pasts = zip(*samples, strict=True)
+    return np.concatenate(bases), np.concatenate(targets), np.concatenate(pasts)
