@@ -16,6 +16,8 @@ from rose.errors import EngineFailed, TimedOut
 
 _PR_SET_PDEATHSIG = 1
 _LOG_TAIL_LINES = 400
+LEFTOVERS_GRACE_S = 3.0
+"""For what a process leaves in its group when it ends by itself."""
 
 
 class Placement:
@@ -64,9 +66,19 @@ class Child:
                 self.process.terminate()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.process.wait(), grace_s)
+            if not self.running:
+                await self._group_ends(LEFTOVERS_GRACE_S)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         await self.process.wait()
+
+    async def _group_ends(self, grace_s: float) -> None:
+        """Give the rest of the process group time to clean up, such as Python's tracker of shared memory."""
+        deadline = time.monotonic() + grace_s
+        with contextlib.suppress(ProcessLookupError):
+            while time.monotonic() < deadline:
+                os.killpg(self.process.pid, 0)
+                await asyncio.sleep(0.05)
 
 
 async def spawn(
