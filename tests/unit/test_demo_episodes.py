@@ -116,6 +116,13 @@ def test_ledger_counts_a_clean_run() -> None:
     assert ledger.faults == []
 
 
+def test_a_turn_that_goes_on_at_its_own_replica_was_not_rerouted() -> None:
+    ledger = TurnLedger()
+    ledger.ask("t1")
+    ledger.answer("t1", answer("t1", attempts=(Attempt("a", 1, CUT), Attempt("a", 5, FINISHED))), [4])
+    assert (ledger.aborted, len(ledger.cut), ledger.rerouted) == (1, 1, [])
+
+
 def test_ledger_counts_what_was_never_answered() -> None:
     ledger = TurnLedger()
     for turn in ("t1", "t2", "t3"):

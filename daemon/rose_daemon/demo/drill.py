@@ -10,6 +10,7 @@ from rose.boards import WatchedBoard
 from rose.core.readings import ReplicaReading, Unknown
 from rose.errors import RoseError
 from rose.units import ReplicaId
+from rose_daemon.demo.ledger import TurnLedger
 from rose_daemon.demo.report import CutRecord
 from rose_daemon.harness.screen import Screen
 from rose_daemon.harness.stack import Stack
@@ -19,18 +20,19 @@ _EFFECT_TIMEOUT_S = 2.0
 
 
 class CutDrill:
-    """Orders a cut when more than what would remain is in use; again in a later step if nothing was hit."""
+    """Orders a cut when more than what would remain is in use; again in a later step if no turn moved for it."""
 
-    def __init__(self, stack: Stack, replica: ReplicaId, screen: Screen) -> None:
+    def __init__(self, stack: Stack, replica: ReplicaId, ledger: TurnLedger, screen: Screen) -> None:
         self.cuts: list[CutRecord] = []
+        self._ledger = ledger
         self._stack = stack
         self._replica = replica
         self._screen = screen
         self._board = WatchedBoard(stack.boards.replica(replica), ReplicaReading)
 
     async def during(self, rl_step: int) -> None:
-        """Watch a step's rollout and order the cut, once a step; nothing once a cut has hit turns."""
-        if any(cut.aborted for cut in self.cuts):
+        """Watch a step's rollout and order the cut, once a step; nothing once turns have moved."""
+        if self._ledger.rerouted:
             return
         share = self._stack.config.memory.cut_share
         while True:
@@ -58,7 +60,7 @@ class CutDrill:
         )
         self.cuts.append(cut)
         blocks = f"{cut.before_blocks} -> {cut.after_blocks} KV blocks"
-        self._screen.say(f"emergency cut: {blocks}, {cut.aborted} turns aborted and moved")
+        self._screen.say(f"emergency cut: {blocks}, {cut.aborted} turns aborted")
 
     async def _effect(self, before: ReplicaReading) -> ReplicaReading:
         """The engine's report once it obeys the smaller budget; its latest one if it never does."""

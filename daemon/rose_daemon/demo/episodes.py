@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -25,6 +25,8 @@ class EpisodePlan(msgspec.Struct, frozen=True, kw_only=True):
 
     groups: int = 8
     group_size: int = 4
+    episodes_at_once: int = 24
+    """Fewer than two replicas take (16 each): a turn that loses its replica finds room at the other."""
     turns_max: int = 6
     answer_tokens: int = 64
     temperature: float = 1.0
@@ -69,6 +71,7 @@ class Player:
         self._job = job
         self._model = model
         self._seed = seed
+        self._places = asyncio.Semaphore(plan.episodes_at_once)
         self._latest: tuple[str, dict[str, Any]] | None = None
         self._client = openai.AsyncOpenAI(
             base_url=f"{gateway_url}/v1", api_key="unused", timeout=TURN_TIMEOUT_S, max_retries=3
@@ -78,13 +81,10 @@ class Player:
         """Close the connections."""
         await self._client.close()
 
-    async def play_step(
-        self, rl_step: int, versions_allowed: Sequence[int], on_turn: Callable[[Answer], None] | None = None
-    ) -> list[Group]:
+    async def play_step(self, rl_step: int, versions_allowed: Sequence[int]) -> list[Group]:
         """All groups of a step, at the same time."""
         playing = [
-            self._play_group(f"s{rl_step}-g{index}", versions_allowed, on_turn)
-            for index in range(self.plan.groups)
+            self._play_group(f"s{rl_step}-g{index}", versions_allowed) for index in range(self.plan.groups)
         ]
         groups = await asyncio.gather(*playing)
         await self._resend_one()
@@ -100,16 +100,14 @@ class Player:
         except (openai.APIError, ValueError) as error:
             self.ledger.faults.append(f"{turn_id}: sent again: {type(error).__name__}: {error}")
 
-    async def _play_group(
-        self, name: str, versions_allowed: Sequence[int], on_turn: Callable[[Answer], None] | None
-    ) -> Group | None:
+    async def _play_group(self, name: str, versions_allowed: Sequence[int]) -> Group | None:
         """One group, played again while its rewards are all equal; None when episodes of it were lost."""
         resampled = 0
         while True:
             group_id = f"{name}-r{resampled}" if resampled else name
             played = await asyncio.gather(
                 *(
-                    self._play(group_id, f"{group_id}-e{member}", name, versions_allowed, on_turn)
+                    self._play_in_turn(group_id, f"{group_id}-e{member}", name, versions_allowed)
                     for member in range(self.plan.group_size)
                 )
             )
@@ -123,13 +121,18 @@ class Player:
                 )
             resampled += 1
 
+    async def _play_in_turn(
+        self, group: str, trajectory: str, lake_name: str, versions_allowed: Sequence[int]
+    ) -> Trajectory | None:
+        async with self._places:
+            return await self._play(group, trajectory, lake_name, versions_allowed)
+
     async def _play(
         self,
         group: str,
         trajectory: str,
         lake_name: str,
         versions_allowed: Sequence[int],
-        on_turn: Callable[[Answer], None] | None,
     ) -> Trajectory | None:
         """One episode; None when a turn of it was lost."""
         turns: list[Answer] = []
@@ -148,8 +151,6 @@ class Player:
                 self.ledger.answer(turn_id, answer, versions_allowed)
                 self._latest = (turn_id, request)
                 turns.append(answer)
-                if on_turn is not None:
-                    on_turn(answer)
                 move = read_move(answer.text, answer.output_ids)
                 lake.play(move)
                 # The history holds the move, not the words: short, and its tokens are the same for everybody.

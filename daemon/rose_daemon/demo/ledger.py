@@ -112,8 +112,8 @@ class TurnLedger:
 
     @property
     def rerouted(self) -> list[Answer]:
-        """Turns that needed more than one attempt."""
-        return [answer for answer in self.answers.values() if len(answer.attempts) > 1]
+        """Turns that went on at another replica."""
+        return [one for one in self.answers.values() if len({tried.replica for tried in one.attempts}) > 1]
 
     @property
     def cut(self) -> list[Answer]:

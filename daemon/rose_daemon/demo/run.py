@@ -87,7 +87,8 @@ def opportunistic_blocks(episodes: EpisodePlan) -> int:
 
     The demo's cut leaves half; it has to take blocks that are in use.
     """
-    in_flight = min(SEQUENCES_MAX, episodes.groups * episodes.group_size // 2)
+    at_once = min(episodes.episodes_at_once, episodes.groups * episodes.group_size)
+    in_flight = min(SEQUENCES_MAX, at_once // 2)
     # One block beyond the context, as vLLM keeps one for itself.
     return max(CONTEXT_TOKENS_MAX // BLOCK_TOKENS + 1, BLOCKS_PER_TURN * in_flight)
 
@@ -194,7 +195,7 @@ class Demo:
             self._ledger,
             seed=self.options.seed,
         )
-        drill = CutDrill(stack, OPPORTUNISTIC, self._screen)
+        drill = CutDrill(stack, OPPORTUNISTIC, self._ledger, self._screen)
         end_s = time.monotonic() + self.options.duration_s
         try:
             rl_step = 0

@@ -66,7 +66,6 @@ class Child:
                 self.process.terminate()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.process.wait(), grace_s)
-            if not self.running:
                 await self._group_ends(LEFTOVERS_GRACE_S)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
