@@ -108,6 +108,7 @@ class Fleet:
         """Told when there may be more slots for trajectories."""
         self._cap = 0
         self._oldest = self._required = 0
+        self._leased: dict[ReplicaId, None] = {}
         self._affinity = affinity
         self._on_turn = on_turn
         self._events: deque[ClusterEvent] = deque()
@@ -150,9 +151,10 @@ class Fleet:
         )
 
     def slots(self) -> int:
-        """Trajectories that the replicas in use may hold."""
+        """Trajectories that the leased replicas may hold."""
         oldest = self._required - self._oldest
-        return self._cap * sum(each.up and each.version >= oldest for each in self.replicas.values())
+        leased = (self.replicas[name] for name in self._leased)
+        return self._cap * sum(each.up and each.version >= oldest for each in leased)
 
     # ---- the job -----------------------------------------------------------------------------------
 
@@ -262,7 +264,11 @@ class Fleet:
                 self._stop(effect)
             case ForgetTrajectory():
                 pass  # its prefix leaves the engines' caches by age
-            case GrantLease() | RevokeLease() | TellStep() | Say():
+            case GrantLease():
+                self._leased[effect.replica] = None
+            case RevokeLease():
+                self._leased.pop(effect.replica, None)
+            case TellStep() | Say():
                 pass  # nodes of the simulation obey by what they report
             case FailTurn():
                 raise RoseError(f"simulated turn {effect.turn} failed: {effect.text}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -58,6 +59,15 @@ class World:
 
     def run(self) -> Outcome:
         """Run to the end of the job, or for the scenario's duration."""
+        collecting = gc.isenabled()
+        gc.disable()  # next to nothing in here is cyclic, and the collector takes a fifth of the time
+        try:
+            return self._run()
+        finally:
+            if collecting:
+                gc.enable()
+
+    def _run(self) -> Outcome:
         limit = self.scenario.duration_s
         if self.job is None:
             self.loop.run(ps(limit if limit is not None else ALONE_S))

@@ -149,11 +149,16 @@ def test_spot_removals_and_function_limits_lose_no_turn(monkeypatch: pytest.Monk
 
 
 def test_mean_over_seeds_is_monotone_in_load_and_memory() -> None:
+    base = small(
+        serving__gpus="2", serving__period_s="300.0", serving__rate_rps="0.5", rollout__dedicated_gpus="1",
+        rollout__borrowed_gpus_max="2", rollout__trajectories_per_gpu_max="4", rl__groups="2", rl__steps="1",
+        trajectories__turns_max="3", trajectories__response_sigma="0.3",
+    )  # fmt: skip
+
     def mean(name: str, value: str) -> float:
-        base = small(rl__steps="1", rl__group_size="24", trajectories__turns_max="3", serving__rate_rps="0.5")
-        base = alter(base, name, value)
-        runs = [simulate(msgspec.structs.replace(base, seed=seed), "rose") for seed in range(30)]
+        changed = alter(base, name, value)
+        runs = [simulate(msgspec.structs.replace(changed, seed=seed), "rose") for seed in range(30)]
         return float(np.mean([run.rollout_s for run in runs]))
 
-    assert mean("serving.rate_rps", "0.2") < mean("serving.rate_rps", "6.0")
-    assert mean("rollout.borrowed_gpus_max", "4") < mean("rollout.borrowed_gpus_max", "0")
+    assert mean("serving.rate_rps", "0.1") < mean("serving.rate_rps", "3.0")
+    assert mean("rollout.borrowed_gpus_max", "2") < mean("rollout.borrowed_gpus_max", "0")

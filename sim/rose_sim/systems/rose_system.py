@@ -11,8 +11,9 @@ from rose_sim.transfer import sparse_relay_s
 
 PCIE_GB_S = 25.0
 """Host to device, per GPU."""
-MAPPING_S = 1.0
-"""Mapping pages, waking the engine."""
+PAGE_BYTES = 2 << 20
+MAP_PAGE_S = 37.5e-6
+"""Mapping one page and giving access to it (Prism, measured on an A100)."""
 
 
 class Rose(System):
@@ -22,7 +23,7 @@ class Rose(System):
     source = "ROSE (arXiv 2605.06534); rose.core of this repository"
     assumptions: ClassVar[tuple[str, ...]] = (
         "gate, memory policy and scheduler are the real ones, in the mode that the scenario names",
-        "host copies of the weights are activated over PCIe at 25 GB/s a GPU",
+        "weights are activated from host copies: PCIe at 25 GB/s a GPU, pages mapped at Prism's rate",
         "borrowed engines take turns when a step's sparse delta has come through the relay",
     )
     shares_serving = True
@@ -34,8 +35,10 @@ class Rose(System):
     def activation_s(self) -> float:
         """From host memory to a running engine."""
         world = self.world
-        per_gpu_gb = world.rollout_model.weight_bytes / 1e9 / world.scenario.rollout.tp
-        return MAPPING_S + per_gpu_gb / PCIE_GB_S
+        tp = world.scenario.rollout.tp
+        weights = world.rollout_model.weight_bytes / tp
+        kv = world.elastic[0].engine.kv.capacity * world.rollout_model.kv_bytes_per_token / tp
+        return weights / 1e9 / PCIE_GB_S + (weights + kv) / PAGE_BYTES * MAP_PAGE_S
 
     def allocate(self, step: int) -> tuple[int, float]:
         """Thaw the budgets, activate the engines."""
