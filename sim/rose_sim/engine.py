@@ -1,6 +1,6 @@
 """One simulated engine: continuous batching with chunked prefill, in aggregated steps.
 
-A `_Run` is a stretch of steps whose batch does not change: the i-th of them takes `first + i * more`
+A `Run` is a stretch of steps whose batch does not change: the i-th of them takes `first + i * more`
 picoseconds (contexts grow by a token a step, a prefill by a chunk), so the whole stretch is one event.  A
 newcomer, a closed gate or an abort cuts the run after the step in flight.  `single_steps` ends every run
 after one step: slower, and equal to the picosecond.
@@ -14,108 +14,14 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Callable
-from math import isqrt
-from typing import NamedTuple
 
 from rose_sim.costs import StepCost
 from rose_sim.kv import KvLedger
 from rose_sim.loop import Loop
+from rose_sim.steps import Request, Run, Work
 
 ALONE = 2
 """Two halves: a step takes the time that the cost model says."""
-
-
-class Request:
-    """One LLM call in an engine."""
-
-    __slots__ = (
-        "cached",
-        "engine",
-        "finish_step",
-        "finished_ps",
-        "first_ps",
-        "kept",
-        "key",
-        "number",
-        "output",
-        "owner",
-        "prefilled",
-        "prompt",
-        "reserved",
-        "sent_ps",
-        "started_ps",
-    )  # fmt: skip
-
-    def __init__(self, prompt: int, output: int, *, key: object = None, owner: object = None) -> None:
-        assert prompt > 0, prompt
-        assert output > 0, output
-        self.prompt = prompt
-        self.output = output
-        self.key = key
-        """Whose prefix it continues."""
-        self.owner = owner
-        self.engine: Engine | None = None
-        self.number = 0
-        self.cached = 0
-        """Prompt tokens found in the prefix cache."""
-        self.prefilled = 0
-        self.kept = 0
-        """Prompt tokens whose KV was handed over by another engine (prefill elsewhere)."""
-        self.reserved = 0
-        self.finish_step = -1
-        """Step after which it is complete; -1 before its first token."""
-        self.sent_ps = 0
-        self.started_ps = -1
-        self.first_ps = -1
-        self.finished_ps = -1
-
-
-class Work(NamedTuple):
-    """What an engine did since it came."""
-
-    steps: int
-    busy_ps: int
-    context_steps: int
-    """Sum over steps of the context lengths read."""
-    prefill_tokens: int
-    decode_tokens: int
-
-
-class _Run:
-    """Steps under way."""
-
-    __slots__ = ("chunk", "end_ps", "first", "more", "packed", "start_ps", "steps")
-
-    def __init__(self, start_ps: int, first: int, more: int, steps: int, chunk: int) -> None:
-        self.start_ps = start_ps
-        self.first = first
-        self.more = more
-        self.steps = steps
-        self.chunk = chunk
-        """Prompt tokens of the head of the line in each step; 0 in a run of decodes only."""
-        self.packed: list[tuple[Request, int]] = []
-        """Prompts that share the (single) step, with their tokens."""
-        self.end_ps = start_ps + self.total(steps)
-
-    def total(self, steps: int) -> int:
-        """Duration of the first `steps` steps."""
-        return steps * self.first + self.more * (steps * (steps - 1) // 2)
-
-    def complete(self, now_ps: int) -> int:
-        """Steps over at `now_ps`."""
-        elapsed = now_ps - self.start_ps
-        if elapsed < self.first:
-            return 0
-        if self.more == 0:
-            return min(self.steps, elapsed // self.first)
-        # total(n) <= elapsed: n is the root of more/2 n^2 + (first - more/2) n - elapsed, rounded down
-        linear = 2 * self.first - self.more
-        count = (isqrt(linear * linear + 8 * self.more * elapsed) - linear) // (2 * self.more)
-        while self.total(count + 1) <= elapsed:
-            count += 1
-        while self.total(count) > elapsed:
-            count -= 1
-        return min(self.steps, count)
 
 
 class Engine:
@@ -156,7 +62,7 @@ class Engine:
         self._step = 0
         self._context = 0
         """Sum of the context lengths of decoding requests."""
-        self._run: _Run | None = None
+        self._run: Run | None = None
         self._generation = 0
         self._numbers = 0
         self._hold_ps = 0
@@ -330,7 +236,7 @@ class Engine:
         self._apply(run, done)
         self._settling = settling
 
-    def _schedule(self, run: _Run) -> None:
+    def _schedule(self, run: Run) -> None:
         self._generation += 1
         self.loop.at(run.end_ps, self._ended, self._generation)
 
@@ -346,7 +252,7 @@ class Engine:
         if self._run is None:
             self._plan()
 
-    def _apply(self, run: _Run, steps: int) -> None:
+    def _apply(self, run: Run, steps: int) -> None:
         """Book `steps` steps of a run: tokens, first tokens, ends."""
         if not steps:
             return
@@ -363,7 +269,7 @@ class Engine:
             self._context -= request.prompt + request.output
             self._finish(request)
 
-    def _prefilled(self, run: _Run, steps: int) -> None:
+    def _prefilled(self, run: Run, steps: int) -> None:
         if not run.packed:
             head = self._prefilling[0]
             head.prefilled += steps * run.chunk
@@ -433,7 +339,7 @@ class Engine:
         self._schedule(run)
         self._tell()
 
-    def _next_run(self, start_ps: int) -> _Run:
+    def _next_run(self, start_ps: int) -> Run:
         batch, cost, halves = len(self._decoding), self.cost, self.halves
         index = min(batch, len(cost.batch) - 1)
         if not self._prefilling:
@@ -442,7 +348,7 @@ class Engine:
             first = cost.batch[index] + cost.context[index] * self._context + cost.overhead
             until_end = self._decoding[0][0] - self._step
             more = cost.context[index] * batch
-            return _Run(start_ps, first * halves // 2, more * halves // 2, until_end, 0)
+            return Run(start_ps, first * halves // 2, more * halves // 2, until_end, 0)
         decode = cost.batch[index] - cost.batch[1] + cost.context[index] * self._context if batch else 0
         room = max(1, self.allowed - batch)
         head = self._prefilling[0]
@@ -453,10 +359,10 @@ class Engine:
                 steps = min(steps, self._decoding[0][0] - self._step)
             first = cost.prefill_ps(room, head.prefilled) + decode
             more = cost.attention * room * room + cost.context[index] * batch
-            return _Run(start_ps, first * halves // 2, more * halves // 2, steps, room)
+            return Run(start_ps, first * halves // 2, more * halves // 2, steps, room)
         return self._packed_step(start_ps, room, decode)
 
-    def _packed_step(self, start_ps: int, room: int, decode: int) -> _Run:
+    def _packed_step(self, start_ps: int, room: int, decode: int) -> Run:
         """One step in which the head of the line ends its prefill, and others use what is left."""
         packed, total, pairs = [], 0, 0
         for request in self._prefilling:
@@ -469,7 +375,7 @@ class Engine:
         cost = self.cost
         body = max(cost.base + total * cost.token, cost.floor) + cost.overhead
         duration = body + cost.attention * pairs // 2 + decode
-        run = _Run(start_ps, duration * self.halves // 2, 0, 1, total)
+        run = Run(start_ps, duration * self.halves // 2, 0, 1, total)
         run.packed = packed
         return run
 

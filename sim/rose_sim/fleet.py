@@ -40,8 +40,9 @@ from rose.core.events import (
 )
 from rose.errors import RoseError
 from rose.units import NS_PER_S, JobId, NodeId, ReplicaId, TrajectoryId, TurnId, WeightVersion
-from rose_sim.engine import Engine, Request
+from rose_sim.engine import Engine
 from rose_sim.loop import PS_PER_MS, PS_PER_S, Loop
+from rose_sim.steps import Request
 
 JOB = JobId("rl")
 HEARTBEAT_S = 5

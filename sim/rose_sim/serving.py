@@ -8,9 +8,9 @@ from collections.abc import Callable
 import numpy as np
 
 from rose.traces import Trace
-from rose_sim.engine import Request
 from rose_sim.loop import PS_PER_MS, PS_PER_NS, Loop
 from rose_sim.sharing import Sharing
+from rose_sim.steps import Request
 
 API_PS = 15_600_000_000
 """Time a request spends in the API server, half before the engine and half after (BLIS: 15.6 ms)."""

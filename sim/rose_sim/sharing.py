@@ -14,11 +14,12 @@ from rose.core.readings import NEVER, GateMode, GatePolicy, SlackReading
 from rose.core.slo import SlackTracker, SloBudgets
 from rose.units import ms_to_ns
 from rose_sim.costs import StepCost
-from rose_sim.engine import ALONE, Engine, Request
+from rose_sim.engine import ALONE, Engine
 from rose_sim.kv import BLOCK_TOKENS
 from rose_sim.loop import PS_PER_NS, Loop
 from rose_sim.paper_gate import PaperGate
 from rose_sim.scenario import Scenario
+from rose_sim.steps import Request
 
 BESIDE = 3
 """Halves: under MPS both decode at once.  Each alone takes about 3/4 of the memory bandwidth (the

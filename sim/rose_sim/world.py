@@ -10,7 +10,7 @@ import numpy as np
 
 from rose.traces import Trace, generate
 from rose_sim.costs import StepCost, step_cost
-from rose_sim.engine import Engine, Request
+from rose_sim.engine import Engine
 from rose_sim.fleet import Fleet, Replica
 from rose_sim.hardware import gpu, model
 from rose_sim.job import AsyncJob, SyncJob
@@ -20,6 +20,7 @@ from rose_sim.results import Outcome, collect
 from rose_sim.scenario import Scenario
 from rose_sim.serving import ServingLoad
 from rose_sim.sharing import TURNS, Contending, Gated, Sharing, Swapping
+from rose_sim.steps import Request
 from rose_sim.systems import get
 from rose_sim.traces import read_trace
 

@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rose_sim.costs import StepCost, step_cost
-from rose_sim.engine import Engine, Request
+from rose_sim.engine import Engine
 from rose_sim.hardware import GPUS, MODELS
 from rose_sim.loop import PS_PER_MS, Loop, stream
+from rose_sim.steps import Request
 
 COST = step_cost(MODELS["Qwen3-8B"], GPUS["H800"], 1)
 
