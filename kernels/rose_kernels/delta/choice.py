@@ -31,14 +31,16 @@ def choose_plan(element: ElementFormat, pairs: Sequence[Pair], classes: int, val
     ages = None if pairs[0][2] is None else AGE_THRESHOLDS
     groups = Plan(element, age_thresholds=ages)
     base, target, history = _sample(pairs)
-    exponents = ((base >> element.exponent_shift) & element.exponent_mask).astype(np.int64)
-    cells = exponents * groups.groups + groups.group_of[history]
+    cells = ((base >> element.exponent_shift) & element.exponent_mask).astype(np.int64)
     changed = np.flatnonzero(base != target)
+    few = changed[:: max(1, changed.size // _SAMPLE_CHANGES_MAX)]
+    directed = steps(base[few], target[few], element)
+    if history is not None:
+        cells = cells * groups.groups + groups.group_of[history]
+        directed ^= np.where(groups.group_of[history[few]] > 0, history[few] & 1, 0)
     elements = _counts(cells, groups.groups)
     changes = _counts(cells[changed], groups.groups)
-    few = changed[:: max(1, changed.size // _SAMPLE_CHANGES_MAX)]
-    flips = np.where(groups.group_of[history[few]] > 0, history[few] & 1, 0)
-    symbols = _SYMBOL_OF_STEP[steps(base[few], target[few], element) ^ flips]
+    symbols = _SYMBOL_OF_STEP[directed]
     by_symbol = _counts(cells[few] * VALUE_SYMBOLS + symbols, groups.groups, VALUE_SYMBOLS)
     # The tables are shared by the whole group, so what they cost weighs less than in the sample.
     scale = sum(pair[0].size for pair in pairs) * changed.size / max(1, few.size * base.size)
@@ -55,19 +57,22 @@ def _counts(cells: npt.NDArray[np.int64], *shape: int) -> npt.NDArray[np.int64]:
     return np.bincount(cells, minlength=size).reshape(256, *shape)
 
 
-def _sample(pairs: Sequence[Pair]) -> tuple[Words, Words, Bytes]:
+def _sample(pairs: Sequence[Pair]) -> tuple[Words, Words, Bytes | None]:
     """Base, target and history of the sampled elements: every shard gives runs at equal distances."""
     total = sum(base.size for base, _, _ in pairs)
     every = max(1, -(-total // _SAMPLE_ELEMENTS_MAX))
-    samples = []
-    for base, target, history in pairs:
-        runs = base.size // (_SAMPLE_RUN * every)
-        if every == 1 or runs == 0:
-            at: npt.NDArray[np.int64] | slice = slice(None, max(1, base.size // every))
-        else:
-            starts = np.arange(runs) * (_SAMPLE_RUN * every)
-            at = (starts[:, None] + np.arange(_SAMPLE_RUN)).ravel()
-        past = np.zeros(base[at].size, np.uint8) if history is None else history[at] & 15
-        samples.append((base[at], target[at], past))
-    bases, targets, pasts = zip(*samples, strict=True)
-    return np.concatenate(bases), np.concatenate(targets), np.concatenate(pasts)
+    histories = [_runs(history, every) & 15 for _, _, history in pairs if history is not None]
+    return (
+        np.concatenate([_runs(base, every) for base, _, _ in pairs]),
+        np.concatenate([_runs(target, every) for _, target, _ in pairs]),
+        np.concatenate(histories) if histories else None,
+    )
+
+
+def _runs(words: Words, every: int) -> Words:
+    """One in `every` elements, in runs of 64."""
+    stride = _SAMPLE_RUN * every
+    runs = words.size // stride
+    if runs == 0:
+        return words[: max(1, words.size // every)]
+    return words[: runs * stride].reshape(runs, stride)[:, :_SAMPLE_RUN].ravel()

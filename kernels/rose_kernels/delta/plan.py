@@ -156,18 +156,19 @@ def _cheapest_cuts(
     counts: npt.NDArray[np.int64], classes: int, table_bits_per_symbol: float
 ) -> tuple[int, ...]:
     """Dynamic programme over the exponents in use of `counts[exponent, group, symbol]`."""
-    used = np.flatnonzero(counts.sum(axis=(1, 2)))
+    used = np.flatnonzero(counts.any(axis=(1, 2)))
     if used.size == 0 or classes <= 1:
         return ()
     stop = int(used[-1]) + 1
     start = max(int(used[0]), stop - _EXPONENTS_CONSIDERED)
     count = stop - start
+    counts = counts[:stop, :, counts.any(axis=(0, 1))]
     sums = np.cumsum(np.concatenate([np.zeros_like(counts[:1]), counts]), axis=0).astype(np.float64)
+    begins, ends = np.triu_indices(count)
+    joined = sums[start + ends + 1] - sums[np.where(begins == 0, 0, start + begins)]
+    tables = table_bits_per_symbol * np.count_nonzero(joined, axis=-1)
     price = np.full((count, count + 1), np.inf)
-    for i in range(count):
-        joined = sums[start + i + 1 : stop + 1] - sums[0 if i == 0 else start + i]
-        tables = table_bits_per_symbol * np.count_nonzero(joined, axis=-1)
-        price[i, i + 1 :] = (_entropy_bits(joined) + tables).sum(axis=-1)
+    price[begins, ends + 1] = (_entropy_bits(joined) + tables).sum(axis=-1)
     best = np.full(count + 1, np.inf)
     best[0] = 0.0
     choices: list[npt.NDArray[np.int64]] = []  # by number of classes: where the last one begins, by its end
