@@ -13,7 +13,6 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from rose.traces import generate
 from rose_sim.costs import step_cost
@@ -258,9 +257,7 @@ def _orders(runs: dict[str, Runs]) -> list[Row]:
 def _inputs() -> list[Row]:
     """Rows on inputs that both models share: the trace and the cost model."""
     base = scenario("8b")
-    day = generate(stream(1, "serving"), duration_s=86_400, amplitude=base.serving.amplitude)
-    per_s = np.bincount((day.at_ns // 10**9).astype(np.int64), minlength=86_400)
-    minutes = per_s.reshape(-1, 60).sum(axis=1)
+    peaks = np.mean([_peaks(seed, base.serving.amplitude) for seed in range(1, 11)], axis=0)
     dapo = msgspec.structs.replace(base.rl, algorithm="dapo")
     most = max(demand(dapo, step) for step in range(1, 51))
     cost = step_cost(MODELS["Qwen3-8B"], GPUS["H100"], 1)
@@ -271,8 +268,8 @@ def _inputs() -> list[Row]:
     prefill = {512: 12.9, 1024: 22.7, 2048: 44.5, 4096: 91.5, 8192: 204, 16384: 449, 32768: 1122}
     worst_prefill = max(abs(cost.prefill_ps(tokens) / PS_PER_MS / ms - 1) for tokens, ms in prefill.items())
     return [
-        _within("serving trace: per-minute peak over mean", _peak(minutes), 1.7, 0.05, "hard"),
-        _within("serving trace: per-second peak over mean", _peak(per_s), 4.22, 0.05, "hard"),
+        _within("serving trace: per-minute peak over mean", float(peaks[0]), 1.7, 0.05, "hard"),
+        _within("serving trace: per-second peak over mean", float(peaks[1]), 4.22, 0.05, "hard"),
         _within("DAPO: most trajectories over the batch", most, 5.7, 0.10, "fitted"),
         _between("cost model: decode against silybench, worst error", worst, 0.0, 0.10, "hard",
                  "mean context of 640 tokens assumed"),
@@ -283,8 +280,12 @@ def _inputs() -> list[Row]:
     ]  # fmt: skip
 
 
-def _peak(counts: NDArray[np.int64]) -> float:
-    return float(counts.max() / counts.mean())
+def _peaks(seed: int, amplitude: float) -> tuple[float, float]:
+    """Busiest minute and second of a generated day over the mean; of one day they vary by several percent."""
+    day = generate(stream(seed, "serving"), duration_s=86_400, amplitude=amplitude)
+    per_s = np.bincount((day.at_ns // 10**9).astype(np.int64), minlength=86_400)
+    per_minute = per_s.reshape(-1, 60).sum(axis=1)
+    return float(per_minute.max() / per_minute.mean()), float(per_s.max() / per_s.mean())
 
 
 _TAIL = (
