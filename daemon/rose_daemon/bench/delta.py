@@ -225,6 +225,6 @@ def show(report: dict[str, Any], console: Console) -> None:
     console.print(table)
     base = report["baseline"]
     console.print(
-        f"encode: share of np.not_equal ({base['not_equal_gb_s']} GB/s here); decode in place, and to pairs of "
-        f"index and value: share of memcpy ({base['memcpy_gb_s']} GB/s)"
+        f"encode: share of np.not_equal, here {base['not_equal_gb_s']} GB/s; decode, in place or to pairs of "
+        f"index and value: share of memcpy, here {base['memcpy_gb_s']} GB/s"
     )
