@@ -20,7 +20,7 @@ _EFFECT_TIMEOUT_S = 2.0
 
 
 class CutDrill:
-    """Orders a cut when more than what would remain is in use; again in a later step if no turn moved for it."""
+    """Orders a cut when more than what would remain is in use; in the next step again if no turn moved."""
 
     def __init__(self, stack: Stack, replica: ReplicaId, ledger: TurnLedger, screen: Screen) -> None:
         self.cuts: list[CutRecord] = []
