@@ -24,7 +24,7 @@ from rose.weights import manifest as manifests
 from rose.weights import tensorfile
 from rose.weights.bits import ITEMSIZE, Bits, State, Words, word_dtype
 from rose.weights.digests import digest, digest_state, fingerprint_state
-from rose.weights.manifest import MANIFEST_BYTES_MAX, MANIFEST_NAME, Bucket, Manifest, Parameter, Shard
+from rose.weights.manifest import MANIFEST_BYTES_MAX, MANIFEST_NAME, Bucket, Manifest, Mode, Parameter, Shard
 from rose.weights.shards import Demand, Placement, plan_buckets
 
 Indices = npt.NDArray[np.int64]
@@ -115,25 +115,66 @@ def encode_version(
         base_digests = base_digests if base_digests is not None else digest_state(base)
     target_digests = target_digests if target_digests is not None else digest_state(target)
     changes = {name: _change(None if base is None else base[name], target[name]) for name in sorted(target)}
-    shards, files = _fill_buckets(changes, {"format": "rose-delta", "job": job, "version": str(version)})
+    form = _Form(job, version, base_version, None if base is None else base_digests, target_digests)
+    return _encode(form, changes)
+
+
+def encode_undo(
+    manifest: Manifest,
+    held: WeightVersion,
+    state: State,
+    patches: Iterable[Patch],
+    digests: Mapping[str, str],
+) -> EncodedVersion:
+    """The way back from `manifest`'s version to `state`, which is version `held` with these digests.
+
+    `patches` are those of the version, verified.  Costs as much as the version is large, not as the model is,
+    unless it is an anchor.  Raises WrongBase if the version does not follow `held`.
+    """
+    if manifest.base_version not in (None, held) or manifest.version <= held:
+        raise WrongBase(f"version {manifest.version} does not follow version {held}")
+    changes = {name: _Change(bits, 0, None) for name, bits in state.items()}
+    for patch in patches:
+        before = state[patch.name]
+        if manifest.base_version is None:
+            changes[patch.name] = _change(Bits(patch.dtype, patch.shape, patch.values), before)
+            continue
+        changed = patch.values.size if patch.indices is not None else before.words.size
+        changes[patch.name] = _Change(before, changed, patch.indices)
+    form = _Form(manifest.job, held, manifest.version, manifest.target_digests, digests, undo=True)
+    return _encode(form, dict(sorted(changes.items())))
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """What the manifest of a version says besides its changes; `base_digests` None makes an anchor."""
+
+    job: JobId
+    version: WeightVersion
+    base_version: WeightVersion | None
+    base_digests: Mapping[str, str] | None
+    target_digests: Mapping[str, str]
+    undo: bool = False
+
+
+def _encode(form: _Form, changes: Mapping[str, _Change]) -> EncodedVersion:
+    metadata = {"format": "rose-delta", "job": form.job, "version": str(form.version)}
+    shards, files = _fill_buckets(changes, metadata)
     manifest = Manifest(
-        job=job,
-        version=version,
-        base_version=base_version,
-        fingerprint=fingerprint_state(target),
+        job=form.job,
+        version=form.version,
+        base_version=form.base_version,
+        undo=form.undo,
+        fingerprint=fingerprint_state({name: change.target for name, change in changes.items()}),
         parameters=tuple(
             Parameter(
                 name=name,
                 dtype=change.target.dtype,
                 shape=change.target.shape,
-                mode="coo"
-                if change.indices is not None
-                else "dense"
-                if base is None or change.changed
-                else "same",
+                mode=_mode(change, anchor=form.base_digests is None),
                 changed=change.changed,
-                base_digest=None if base_digests is None or base is None else base_digests[name],
-                target_digest=target_digests[name],
+                base_digest=None if form.base_digests is None else form.base_digests[name],
+                target_digest=form.target_digests[name],
                 shards=tuple(shards.get(name, ())),
             )
             for name, change in changes.items()
@@ -142,6 +183,12 @@ def encode_version(
     )
     # Through `decode`, as whatever we would refuse to read must not be written either.
     return EncodedVersion(manifests.decode(manifests.encode(manifest)), files)
+
+
+def _mode(change: _Change, *, anchor: bool) -> Mode:
+    if change.indices is not None:
+        return "coo"
+    return "dense" if anchor or change.changed else "same"
 
 
 def _change(base: Bits | None, target: Bits) -> _Change:

@@ -99,6 +99,8 @@ class Manifest(_Record, frozen=True, kw_only=True):
     version: Annotated[WeightVersion, msgspec.Meta(ge=0, le=VERSION_MAX)]
     base_version: Annotated[WeightVersion, msgspec.Meta(ge=0, le=VERSION_MAX)] | None
     """None: an anchor."""
+    undo: bool = False
+    """The way back, from a later `base_version` to `version`.  Made and used on one host, never sent."""
     fingerprint: Digest
     """Of the model's form: see `rose.weights.digests.fingerprint`."""
     parameters: tuple[Parameter, ...]
@@ -150,8 +152,14 @@ def decode(data: bytes | bytearray | memoryview) -> Manifest:
 
 def check(manifest: Manifest) -> None:
     """Check the relations between fields; `decode` has done so already.  Raises CorruptDelta."""
-    if manifest.base_version is not None and manifest.base_version >= manifest.version:
-        raise CorruptDelta(f"version {manifest.version} cannot be built on version {manifest.base_version}")
+    base = manifest.base_version
+    follows = (
+        not manifest.undo
+        if base is None
+        else (base > manifest.version if manifest.undo else base < manifest.version)
+    )
+    if not follows:
+        raise CorruptDelta(f"version {manifest.version} cannot be built on version {base}")
     names = [parameter.name for parameter in manifest.parameters]
     if any(first >= second for first, second in itertools.pairwise(names)):
         raise CorruptDelta("manifest: parameters are not in order of name, or named twice")
