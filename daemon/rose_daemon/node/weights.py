@@ -26,6 +26,7 @@ from rose.core.events import (
     WeightsApplied,
     WeightsRefused,
 )
+from rose.core.shelf import Staged
 from rose.errors import CorruptDelta, RoseError
 from rose.units import NS_PER_MS, WeightVersion, s_to_ns
 from rose.weights import container, receiver
@@ -34,6 +35,7 @@ from rose.weights.relay import Relay
 from rose.weights.store import WeightStore
 from rose_daemon.node.engine_http import Digests, EngineClient, EngineRefused, EngineUnreachable, UpdateAnswer
 from rose_daemon.node.engines import Engines
+from rose_daemon.node.keeper import CopyKeeper
 from rose_daemon.node.updates import Update, UpdateHistory
 
 _POLL_WAIT_S = 20.0
@@ -56,6 +58,7 @@ class WeightAgent:
         engines: Engines,
         emit: Callable[[NodeEvent], None],
         clock_ns: Callable[[], int],
+        keeper: CopyKeeper,
     ) -> None:
         self._job = config.job.id
         self._timeout_s = config.node.weights_timeout_s
@@ -64,6 +67,7 @@ class WeightAgent:
         self._engines = engines
         self._emit = emit
         self._clock_ns = clock_ns
+        self._keeper = keeper
         self.history = UpdateHistory()
         self.relay_error = ""
         """Why the relay could not be asked last time; empty while it answers."""
@@ -112,6 +116,7 @@ class WeightAgent:
                 delta_bytes=manifest.delta_bytes,
             )
             self._emit(VersionStaged(order.job, order.version, manifest.base_version, str(path)))
+            self._keeper.staged(Staged(order.version, manifest.base_version, str(path)))
 
     async def apply(self, order: ApplyVersion) -> None:
         """Update an engine and check its digests; WeightsApplied or WeightsRefused follows."""

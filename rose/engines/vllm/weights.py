@@ -23,6 +23,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
+from rose.engines.vllm.settings import PluginSettings
 from rose.errors import CorruptDelta, RoseError, WrongBase
 from rose.weights.bits import Words, as_bits
 from rose.weights.container import Patch, read_manifest, read_patches
@@ -122,15 +123,15 @@ class LiveWeights:
     background thread may read the live parameters at any time.
     """
 
-    def __init__(self, model: torch.nn.Module, *, tensor_parallel: int) -> None:
+    def __init__(self, model: torch.nn.Module, *, tensor_parallel: int, version: int = 0) -> None:
         if tensor_parallel != 1:
             raise RoseError(
                 f"live weights with tensor_parallel_size={tensor_parallel} are not supported yet",
                 "start rollout engines with tensor_parallel_size=1",
             )
         self.parameters = {parameter.name: parameter for parameter in live_parameters(model)}
-        self.version = 0
-        """Of what the parameters hold; an engine starts from the job's version 0."""
+        self.version = version
+        """Of what the parameters hold: at first what was loaded, 0 unless it is the host's copy."""
         self._fingerprint = fingerprint((p.name, p.dtype, p.shape) for p in self.parameters.values())
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="rose-stage")
         self._staging: Future[Staged] | None = None
@@ -298,7 +299,12 @@ class RoseWeightTransferEngine(WeightTransferEngine[RoseInitInfo, RoseUpdateInfo
 
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
-        self.live = LiveWeights(model, tensor_parallel=vllm_config.parallel_config.world_size)
+        settings = PluginSettings.from_environ()
+        self.live = LiveWeights(
+            model,
+            tensor_parallel=vllm_config.parallel_config.world_size,
+            version=settings.weight_version if settings else 0,
+        )
 
     def init_transfer_engine(self, init_info: RoseInitInfo) -> None:
         """Nothing to connect."""
