@@ -288,6 +288,24 @@ class HostCopy:
                 shutil.rmtree(undo.path)
 
 
+def audit(directory: Path, job: JobId) -> WeightVersion:
+    """Compute all digests of a copy that another process may hold; answers the version that it is.
+
+    Raises NotFound, CorruptDelta naming a parameter that differs, NotReady if the copy moved meanwhile.
+    """
+    if not (directory / "record.json").exists():
+        raise NotFound(f"this host keeps no copy of the checkpoint of {job}")
+    record = _read_record(directory)
+    found = digest_state(open_checkpoint(directory / "checkpoint").state)
+    if record.undoing is not None or _read_record(directory) != record:
+        raise NotReady("the copy moved to another version meanwhile", "ask again")
+    if wrong := sorted(
+        name for name in record.digests | found if record.digests.get(name) != found.get(name)
+    ):
+        raise CorruptDelta(f"{wrong[0]}: the copy does not hold the bytes of version {record.version}")
+    return record.version
+
+
 def manifest_digest(manifest: Manifest) -> str:
     """Tells two versions of the same number apart, such as those of two runs of a job."""
     return digest(manifests.encode(manifest))
