@@ -154,6 +154,31 @@ def verify(
     print(f"copy of the checkpoint: version {held}, whole")
 
 
+@app.command()
+def squash(
+    job: JobArgument,
+    start: Annotated[int, typer.Argument(metavar="FROM", min=0, help="Version to start from.")],
+    version: VersionArgument,
+    out: Annotated[Path, typer.Option("--out", help="Directory to make.")],
+    config: ConfigOption = None,
+) -> None:
+    """Make one version of those staged on this host that lead from FROM to VERSION."""
+    from rose.weights import container  # noqa: PLC0415
+    from rose.weights import squash as squashing  # noqa: PLC0415
+    from rose.weights.store import WeightStore  # noqa: PLC0415
+
+    store = WeightStore(Path(configuration.load(config).node.state_dir))
+    chain = store.chain(JobId(job), WeightVersion(start), WeightVersion(version))
+    before = sum(container.read_manifest(each).delta_bytes for each in chain)
+    encoded = squashing.squash(chain)
+    if out.exists():
+        raise ConfigError(f"{out} is there already", "name a directory that is not")
+    container.write_version(out, encoded)
+    print(
+        f"{len(chain)} versions, {_mib(before)} MiB, are now one of {_mib(encoded.manifest.delta_bytes)} MiB"
+    )
+
+
 # ---- relay ----------------------------------------------------------------------------------------
 
 

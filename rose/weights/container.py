@@ -8,6 +8,7 @@ so applying a delta twice is applying it once.
 
 from __future__ import annotations
 
+import math
 import os
 import stat
 from collections.abc import Iterable, Mapping
@@ -23,7 +24,7 @@ from rose.units import JobId, WeightVersion
 from rose.weights import manifest as manifests
 from rose.weights import tensorfile
 from rose.weights.bits import ITEMSIZE, Bits, State, Words, word_dtype
-from rose.weights.digests import digest, digest_state, fingerprint_state
+from rose.weights.digests import digest, digest_state, fingerprint
 from rose.weights.manifest import MANIFEST_BYTES_MAX, MANIFEST_NAME, Bucket, Manifest, Mode, Parameter, Shard
 from rose.weights.shards import Demand, Placement, plan_buckets
 
@@ -61,35 +62,42 @@ class EncodedVersion:
 # ---- encode -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Change:
-    """One parameter's new bits, before they are cut into shards; `indices` None stores it whole."""
+    """One parameter's new bits, before they are cut into shards.
 
-    target: Bits
+    Those at `indices`, or with `indices` None all of them; or none where nothing changed.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
     changed: int
     indices: Indices | None
+    values: Words
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
 
     def demand(self, name: str) -> Demand:
-        itemsize = ITEMSIZE[self.target.dtype]
+        itemsize = ITEMSIZE[self.dtype]
         header_bytes = _HEADER_BYTES_PER_TENSOR + len(name)
         if self.indices is None:
-            return Demand(name, self.target.words.size, itemsize, header_bytes)
-        index_bytes = _index_dtype(self.target.words.size).itemsize
+            return Demand(name, self.elements, itemsize, header_bytes)
+        index_bytes = _index_dtype(self.elements).itemsize
         return Demand(name, self.changed, itemsize + index_bytes, 2 * header_bytes)
 
     def shard(self, place: Placement, bucket: str) -> tuple[Shard, dict[str, Bits]]:
         entries = place.last - place.first
+        blobs = {f"{place.name}.val": _raw(self.values[place.first : place.last])}
         if self.indices is None:
             shard = Shard(bucket=bucket, start=place.first, stop=place.last, entries=entries)
-            return shard, {f"{place.name}.val": _raw(self.target.words[place.first : place.last])}
+            return shard, blobs
         indices = self.indices[place.first : place.last]
         start = int(indices[0])
         shard = Shard(bucket=bucket, start=start, stop=int(indices[-1]) + 1, entries=entries)
-        relative = (indices - start).astype(_index_dtype(self.target.words.size))
-        return shard, {
-            f"{place.name}.idx": _raw(relative),
-            f"{place.name}.val": _raw(self.target.words[indices]),
-        }
+        relative = (indices - start).astype(_index_dtype(self.elements))
+        return shard, {f"{place.name}.idx": _raw(relative)} | blobs
 
 
 def encode_version(
@@ -133,16 +141,33 @@ def encode_undo(
     """
     if manifest.base_version not in (None, held) or manifest.version <= held:
         raise WrongBase(f"version {manifest.version} does not follow version {held}")
-    changes = {name: _Change(bits, 0, None) for name, bits in state.items()}
+    changes = {name: _unchanged(bits.dtype, bits.shape) for name, bits in state.items()}
     for patch in patches:
         before = state[patch.name]
         if manifest.base_version is None:
             changes[patch.name] = _change(Bits(patch.dtype, patch.shape, patch.values), before)
-            continue
-        changed = patch.values.size if patch.indices is not None else before.words.size
-        changes[patch.name] = _Change(before, changed, patch.indices)
+        elif patch.indices is None:
+            changes[patch.name] = _change(None, before)
+        else:
+            values = before.words[patch.indices]
+            changes[patch.name] = _Change(before.dtype, before.shape, values.size, patch.indices, values)
     form = _Form(manifest.job, held, manifest.version, manifest.target_digests, digests, undo=True)
-    return _encode(form, dict(sorted(changes.items())))
+    return _encode(form, changes)
+
+
+def encode_squashed(first: Manifest, last: Manifest, patches: Iterable[Patch]) -> EncodedVersion:
+    """Encode `patches`, the sum of all versions from `first` to `last`, as one version.
+
+    Positions that changed and changed back count as changed.  See `rose.weights.squash`.
+    """
+    base_digests = {each.name: each.base_digest for each in first.parameters if each.base_digest is not None}
+    changes = {each.name: _unchanged(each.dtype, each.shape) for each in last.parameters}
+    for patch in patches:
+        if base_digests.get(patch.name) != last.target_digests[patch.name]:
+            count = patch.values.size
+            changes[patch.name] = _Change(patch.dtype, patch.shape, count, patch.indices, patch.values)
+    form = _Form(last.job, last.version, first.base_version, base_digests or None, last.target_digests)
+    return _encode(form, changes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +182,8 @@ class _Form:
     undo: bool = False
 
 
-def _encode(form: _Form, changes: Mapping[str, _Change]) -> EncodedVersion:
+def _encode(form: _Form, found: Mapping[str, _Change]) -> EncodedVersion:
+    changes = dict(sorted(found.items()))
     metadata = {"format": "rose-delta", "job": form.job, "version": str(form.version)}
     shards, files = _fill_buckets(changes, metadata)
     manifest = Manifest(
@@ -165,12 +191,12 @@ def _encode(form: _Form, changes: Mapping[str, _Change]) -> EncodedVersion:
         version=form.version,
         base_version=form.base_version,
         undo=form.undo,
-        fingerprint=fingerprint_state({name: change.target for name, change in changes.items()}),
+        fingerprint=fingerprint((name, each.dtype, each.shape) for name, each in changes.items()),
         parameters=tuple(
             Parameter(
                 name=name,
-                dtype=change.target.dtype,
-                shape=change.target.shape,
+                dtype=change.dtype,
+                shape=change.shape,
                 mode=_mode(change, anchor=form.base_digests is None),
                 changed=change.changed,
                 base_digest=None if form.base_digests is None else form.base_digests[name],
@@ -192,12 +218,20 @@ def _mode(change: _Change, *, anchor: bool) -> Mode:
 
 
 def _change(base: Bits | None, target: Bits) -> _Change:
+    """What leads from `base` to `target`, in the smaller form; with no base all of it."""
     if base is None:
-        return _Change(target, target.words.size, None)
+        return _Change(target.dtype, target.shape, target.words.size, None, target.words)
     indices = np.flatnonzero(base.words != target.words).astype(np.int64, copy=False)
     entry_bytes = ITEMSIZE[target.dtype] + _index_dtype(target.words.size).itemsize
-    sparse = indices.size * entry_bytes < target.nbytes
-    return _Change(target, int(indices.size), indices if sparse and indices.size else None)
+    if not indices.size:
+        return _unchanged(target.dtype, target.shape)
+    if indices.size * entry_bytes < target.nbytes:
+        return _Change(target.dtype, target.shape, indices.size, indices, target.words[indices])
+    return _Change(target.dtype, target.shape, indices.size, None, target.words)
+
+
+def _unchanged(dtype: str, shape: tuple[int, ...]) -> _Change:
+    return _Change(dtype, shape, 0, None, np.empty(0, word_dtype(dtype)))
 
 
 def _fill_buckets(

@@ -121,7 +121,7 @@ class Site(Host):
         return reached
 
     def check(self, version: int) -> None:
-        """Live parameters of every engine come to be the trainer's of this version, and are never a mixture."""
+        """Live parameters of every engine come to be the trainer's of this version, and never a mixture."""
 
         def reached() -> bool:
             if not self.all_at(version)():

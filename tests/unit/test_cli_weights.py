@@ -171,6 +171,17 @@ def test_publish_pull_and_list_at_the_relay(
     assert rose("pull", JOB, 7) == Exit.NOT_FOUND
 
 
+def test_versions_are_squashed(rose: Rose, store: WeightStore, tmp_path: Path, capsys: Any) -> None:
+    third = stepped(SECOND, 3)
+    v3 = WeightVersion(3)
+    write_version(store.destination(JOB, v3), encode_version(JOB, v3, V2, SECOND, third))
+    assert rose("squash", JOB, 0, 3, "--out", tmp_path / "one") == 0
+    assert capsys.readouterr().out.startswith("2 versions, ")  # from the anchor on
+    assert same(apply_to_state(BASE, read_patches(tmp_path / "one")), third)
+    assert rose("squash", JOB, 0, 3, "--out", tmp_path / "one") == Exit.USAGE
+    assert rose("squash", JOB, 0, 9, "--out", tmp_path / "two") == Exit.NOT_FOUND
+
+
 def test_rollback_waits_for_the_engines(rose: Rose, tmp_path: Path, capsys: Any) -> None:
     rosed = FakeRosed(tmp_path / "rosed.sock")
     replicas = [{"id": "r", "weight_version": 3, "state": "updating"}]
