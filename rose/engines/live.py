@@ -19,7 +19,7 @@ import torch
 
 from rose.errors import CorruptDelta, RoseError, WrongBase
 from rose.weights.bits import Words, as_bits
-from rose.weights.container import Patch, read_manifest, read_patches
+from rose.weights.container import Patch, read_manifest, read_patches, tied_names
 from rose.weights.digests import digest, fingerprint
 from rose.weights.manifest import Manifest, Parameter
 
@@ -145,7 +145,9 @@ class LiveWeights:
         patches = {patch.name: patch for patch in read_patches(directory)}
         writes: list[_Write] = []
         for parameter in manifest.parameters:
-            live = self.parameters[parameter.name]
+            live = self.parameters.get(parameter.name)
+            if live is None:
+                continue  # tied to one that is there
             patch = patches.get(parameter.name)
             _verify(live.read(), parameter, patch)
             if patch is not None:
@@ -160,7 +162,9 @@ class LiveWeights:
             raise WrongBase(
                 f"the files of version {version} are built on {manifest.base_version}, not {base_version}"
             )
-        if manifest.fingerprint != self._fingerprint:
+        tied = tied_names(manifest, self.parameters)
+        form = ((p.name, p.dtype, p.shape) for p in manifest.parameters if p.name not in tied)
+        if fingerprint(form) != self._fingerprint:
             raise WrongBase(f"version {version} belongs to a model of another form than this engine runs")
 
     # ---- apply ----------------------------------------------------------------------------------

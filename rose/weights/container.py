@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import os
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -151,7 +151,8 @@ def encode_undo(
         else:
             values = before.words[patch.indices]
             changes[patch.name] = _Change(before.dtype, before.shape, values.size, patch.indices, values)
-    form = _Form(manifest.job, held, manifest.version, manifest.target_digests, digests, undo=True)
+    arrived = {name: manifest.target_digests[name] for name in state}
+    form = _Form(manifest.job, held, manifest.version, arrived, digests, undo=True)
     return _encode(form, changes)
 
 
@@ -418,12 +419,33 @@ def apply_to_state(state: State, patches: Iterable[Patch]) -> dict[str, Bits]:
     return patched
 
 
+def tied_names(manifest: Manifest, held: Collection[str]) -> frozenset[str]:
+    """Parameters that the receiver does not hold by that name, but by another one: tied weights.
+
+    A trainer may name a tied output head beside the embedding.  Its bytes before and after are then those of
+    a parameter that is held, so nothing is lost by leaving it out; where they differ it is no tie.
+    """
+    known = {_identity(each) for each in manifest.parameters if each.name in held}
+    strange = (each for each in manifest.parameters if each.name not in held)
+    return frozenset(each.name for each in strange if len(each.shape) > 1 and _identity(each) in known)
+
+
+def _identity(parameter: Parameter) -> tuple[str, tuple[int, ...], str | None, str]:
+    return (parameter.dtype, parameter.shape, parameter.base_digest, parameter.target_digest)
+
+
 def check_base(manifest: Manifest, digests: Mapping[str, str]) -> None:
-    """Check that digests held are those the delta was built on (an anchor fits any).  Raises WrongBase."""
-    if digests.keys() != manifest.target_digests.keys():
-        odd = sorted(digests.keys() ^ manifest.target_digests.keys())
+    """Check that digests held are those the delta was built on (an anchor fits any).  Raises WrongBase.
+
+    Names that are tied to what is held (`tied_names`) need not be there.
+    """
+    tied = tied_names(manifest, digests)
+    if digests.keys() != manifest.target_digests.keys() - tied:
+        odd = sorted((digests.keys() ^ manifest.target_digests.keys()) - tied)
         raise WrongBase(f"version {manifest.version} is of another model: {', '.join(odd[:3])}")
     for parameter in manifest.parameters:
+        if parameter.name in tied:
+            continue
         if parameter.base_digest is not None and parameter.base_digest != digests[parameter.name]:
             raise WrongBase(
                 f"{parameter.name}: the bytes held are not those of version {manifest.base_version}"
@@ -432,8 +454,9 @@ def check_base(manifest: Manifest, digests: Mapping[str, str]) -> None:
 
 def check_target(manifest: Manifest, digests: Mapping[str, str]) -> None:
     """Check that digests computed after applying are the promised ones.  Raises CorruptDelta."""
+    tied = tied_names(manifest, digests)
     for name, expected in manifest.target_digests.items():
-        if digests.get(name) != expected:
+        if name not in tied and digests.get(name) != expected:
             raise CorruptDelta(f"{name}: the bytes are not those of version {manifest.version}")
 
 

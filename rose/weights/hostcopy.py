@@ -185,7 +185,7 @@ class HostCopy:
         if manifest.undo or manifest.job != self._record.job:
             raise WrongBase(f"{version_dir}: not a version of {self._record.job}")
         container.check_base(manifest, self._record.digests)
-        patches = container.read_patches(version_dir)
+        patches = [patch for patch in container.read_patches(version_dir) if patch.name in self._state]
         undo = container.encode_undo(manifest, self.version, self._state, patches, self._record.digests)
         self._prove(manifest, patches)
         earlier = (*self._record.earlier, (self.version, self.origin))[-self._undo_max :]
@@ -197,7 +197,7 @@ class HostCopy:
                 self._record,
                 version=manifest.version,
                 origin=manifest_digest(manifest),
-                digests=manifest.target_digests,
+                digests={name: manifest.target_digests[name] for name in self._state},
                 earlier=earlier,
             ),
         )

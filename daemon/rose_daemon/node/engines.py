@@ -209,7 +209,9 @@ class Engines:
             live = await engine.client.digests(self._config.node.weights_timeout_s)
         except (EngineRefused, EngineUnreachable):
             return False
-        return live.version == source.version and source.digests.items() <= live.digests.items()
+        alike = all(live.digests.get(name, digest) == digest for name, digest in source.digests.items())
+        tied = {source.digests[name] for name in source.digests.keys() - live.digests.keys()}
+        return live.version == source.version and alike and tied <= set(live.digests.values())
 
     async def _first_answer(self, replica: ReplicaId, engine: Engine) -> WeightVersion:
         unreadable = 0

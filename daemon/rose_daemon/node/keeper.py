@@ -179,6 +179,9 @@ class CopyKeeper:
             undo = await self._in_thread(copy.advance, Path(step.path))
         except (CorruptDelta, WrongBase) as error:
             self._shelf.distrust(step.version)
+            if copy.origin is None and isinstance(error, WrongBase):
+                log.warning("version does not fit the checkpoint", code="copy_left_behind", error=str(error))
+                return True  # a new copy would be the same
             log.warning("the copy of the checkpoint is made anew", code="copy_diverged", error=str(error))
             await self._remake(copy)
             return True

@@ -205,7 +205,8 @@ def _difference(manifest: Manifest, live: Digests) -> str:
     """Why the engine does not run this version, by its own digests; empty if it does."""
     if live.version != manifest.version:
         return f"wrong_version: the engine says {live.version} after an update to {manifest.version}"
-    wanted = manifest.target_digests
+    tied = container.tied_names(manifest, live.digests)
+    wanted = {name: digest for name, digest in manifest.target_digests.items() if name not in tied}
     wrong = sorted(name for name, digest in wanted.items() if live.digests.get(name) != digest)
     if wrong:
         return f"digest_mismatch: {len(wrong)} of {len(wanted)} parameters, first {wrong[0]}"
