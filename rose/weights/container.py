@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import os
 import stat
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -157,10 +157,7 @@ def encode_undo(
 
 
 def encode_squashed(first: Manifest, last: Manifest, patches: Iterable[Patch]) -> EncodedVersion:
-    """Encode `patches`, the sum of all versions from `first` to `last`, as one version.
-
-    Positions that changed and changed back count as changed.  See `rose.weights.squash`.
-    """
+    """Encode `patches`, the sum of all versions from `first` to `last`, as one: see `rose.weights.squash`."""
     base_digests = {each.name: each.base_digest for each in first.parameters if each.base_digest is not None}
     changes = {each.name: _unchanged(each.dtype, each.shape) for each in last.parameters}
     for patch in patches:
@@ -419,27 +416,12 @@ def apply_to_state(state: State, patches: Iterable[Patch]) -> dict[str, Bits]:
     return patched
 
 
-def tied_names(manifest: Manifest, held: Collection[str]) -> frozenset[str]:
-    """Parameters that the receiver does not hold by that name, but by another one: tied weights.
-
-    A trainer may name a tied output head beside the embedding.  Its bytes before and after are then those of
-    a parameter that is held, so nothing is lost by leaving it out; where they differ it is no tie.
-    """
-    known = {_identity(each) for each in manifest.parameters if each.name in held}
-    strange = (each for each in manifest.parameters if each.name not in held)
-    return frozenset(each.name for each in strange if len(each.shape) > 1 and _identity(each) in known)
-
-
-def _identity(parameter: Parameter) -> tuple[str, tuple[int, ...], str | None, str]:
-    return (parameter.dtype, parameter.shape, parameter.base_digest, parameter.target_digest)
-
-
 def check_base(manifest: Manifest, digests: Mapping[str, str]) -> None:
     """Check that digests held are those the delta was built on (an anchor fits any).  Raises WrongBase.
 
-    Names that are tied to what is held (`tied_names`) need not be there.
+    Names that are tied to what is held (`manifest.tied_names`) need not be there.
     """
-    tied = tied_names(manifest, digests)
+    tied = manifests.tied_names(manifest, digests)
     if digests.keys() != manifest.target_digests.keys() - tied:
         odd = sorted((digests.keys() ^ manifest.target_digests.keys()) - tied)
         raise WrongBase(f"version {manifest.version} is of another model: {', '.join(odd[:3])}")
@@ -454,7 +436,7 @@ def check_base(manifest: Manifest, digests: Mapping[str, str]) -> None:
 
 def check_target(manifest: Manifest, digests: Mapping[str, str]) -> None:
     """Check that digests computed after applying are the promised ones.  Raises CorruptDelta."""
-    tied = tied_names(manifest, digests)
+    tied = manifests.tied_names(manifest, digests)
     for name, expected in manifest.target_digests.items():
         if name not in tied and digests.get(name) != expected:
             raise CorruptDelta(f"{name}: the bytes are not those of version {manifest.version}")

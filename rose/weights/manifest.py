@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Annotated, Literal
 
 import msgspec
@@ -181,6 +181,21 @@ def check(manifest: Manifest) -> None:
 def valid_job(job: str) -> bool:
     """Whether a job id can name a directory and a URL segment."""
     return re.match(JOB_PATTERN, job) is not None
+
+
+def tied_names(manifest: Manifest, held: Collection[str]) -> frozenset[str]:
+    """Parameters that the receiver does not hold by that name, but by another one: tied weights.
+
+    A trainer may name a tied output head beside the embedding.  Its bytes before and after are then those of
+    a parameter that is held, so nothing is lost by leaving it out; where they differ it is no tie.
+    """
+    known = {_identity(each) for each in manifest.parameters if each.name in held}
+    strange = (each for each in manifest.parameters if each.name not in held)
+    return frozenset(each.name for each in strange if len(each.shape) > 1 and _identity(each) in known)
+
+
+def _identity(parameter: Parameter) -> tuple[str, tuple[int, ...], str | None, str]:
+    return (parameter.dtype, parameter.shape, parameter.base_digest, parameter.target_digest)
 
 
 def _check_parameter(parameter: Parameter, *, anchor: bool) -> None:

@@ -87,11 +87,6 @@ class Site(Host):
             [*command, "--port", str(self.relay_port)], stderr=subprocess.DEVNULL, env=self.environ
         )
 
-    @property
-    def environ(self) -> dict[str, str]:
-        here = str(Path(__file__).parent)
-        return {**os.environ, "PYTHONPATH": os.pathsep.join((here, os.environ.get("PYTHONPATH", "")))}
-
     def stop_relay(self) -> None:
         if self.relay is not None:
             self.relay.kill()

@@ -30,7 +30,7 @@ from rose.core.shelf import Staged
 from rose.errors import CorruptDelta, RoseError
 from rose.units import NS_PER_MS, WeightVersion, s_to_ns
 from rose.weights import container, receiver
-from rose.weights.manifest import Manifest
+from rose.weights.manifest import Manifest, tied_names
 from rose.weights.relay import Relay
 from rose.weights.store import WeightStore
 from rose_daemon.node.engine_http import Digests, EngineClient, EngineRefused, EngineUnreachable, UpdateAnswer
@@ -205,7 +205,7 @@ def _difference(manifest: Manifest, live: Digests) -> str:
     """Why the engine does not run this version, by its own digests; empty if it does."""
     if live.version != manifest.version:
         return f"wrong_version: the engine says {live.version} after an update to {manifest.version}"
-    tied = container.tied_names(manifest, live.digests)
+    tied = tied_names(manifest, live.digests)
     wanted = {name: digest for name, digest in manifest.target_digests.items() if name not in tied}
     wrong = sorted(name for name, digest in wanted.items() if live.digests.get(name) != digest)
     if wrong:
