@@ -21,8 +21,9 @@ from rose.weights.manifest import Manifest
 def squash(directories: Sequence[Path]) -> EncodedVersion:
     """One version that does what these, in order, do.
 
-    What comes before the last anchor is left out.  Positions that changed and changed back count as changed.  Raises WrongBase if one does not follow the one before it
-    byte for byte, CorruptDelta, NotFound if there are none.
+    What comes before the last anchor is left out.  Positions that changed and changed back count as changed.
+    Raises WrongBase if one does not follow the one before it byte for byte, CorruptDelta, NotFound if there
+    are none.
     """
     if not directories:
         raise NotFound("no versions to squash")
