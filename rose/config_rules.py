@@ -29,7 +29,7 @@ _ABOVE_ZERO = (
     "job.trajectories_per_replica_max",
 )  # fmt: skip
 _NOT_NEGATIVE = (
-    "device.memory_bytes", "admission.token_cap", "admission.margin_ms",
+    "node.weights_undo_max", "device.memory_bytes", "admission.token_cap", "admission.margin_ms",
     "job.n_rl", "job.n_serving_max", "job.staleness_max",
 )  # fmt: skip
 _NAME_HINT = "letters, digits, dots, dashes and underscores"

@@ -122,6 +122,13 @@ class DrainRequest(Message, frozen=True):
     drain: bool = True
 
 
+class PinRequest(Message, frozen=True):
+    """`rose weights rollback JOB VERSION`: go back to a version and stay; None (`follow`) ends that."""
+
+    job: JobId
+    version: WeightVersion | None
+
+
 class Reply(Message, frozen=True):
     """Answer on the control socket; `error` empty means done."""
 
@@ -131,7 +138,7 @@ class Reply(Message, frozen=True):
     body: dict[str, Any] | None = None
 
 
-ControlRequest = StatusRequest | ReclaimRequest | GateRequest | DrainRequest
+ControlRequest = StatusRequest | ReclaimRequest | GateRequest | DrainRequest | PinRequest
 
 _to_scheduler = msgspec.msgpack.Decoder(ToScheduler)
 _to_node = msgspec.msgpack.Decoder(ToNode)

@@ -29,6 +29,7 @@ _BUILT_IN = {
     "gate": "rose.cli.operate:gate_app",
     "drain": "rose.cli.operate:drain_app",
     "undrain": "rose.cli.operate:undrain_app",
+    "weights": "rose.cli.weights:app",
     "version": "rose.cli.version:app",
 }
 _SUMMARY = {
@@ -38,6 +39,7 @@ _SUMMARY = {
     "gate": "Force a replica's gate, or give it back to the policy.",
     "drain": "Send a replica no new turns.",
     "undrain": "Send a drained replica turns again.",
+    "weights": "List, check, pull, compare, publish weight versions; take them back.",
     "version": "Show the versions of ROSE and of what it runs on.",
     "scheduler": "Run rose-scheduler with its gateway.",
     "relay": "Run the relay that weight versions go through.",

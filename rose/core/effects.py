@@ -68,6 +68,7 @@ class PullVersion(Effect, frozen=True):
 class ApplyVersion(Effect, frozen=True):
     """Have an engine go from `base_version` to `version`; answer WeightsApplied or WeightsRefused.
 
+    `version` is below `base_version` only where the operator had versions taken back.
     `abort_in_flight`: requests in flight are aborted and resume elsewhere (staleness 0), else kept.
     """
 

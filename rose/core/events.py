@@ -93,6 +93,15 @@ class VersionStageFailed(Event, frozen=True):
     reason: str
 
 
+class UndoReady(Event, frozen=True):
+    """The host's copy can lead an engine from `base_version` back to `version`; `path` is the directory."""
+
+    job: JobId
+    version: WeightVersion
+    base_version: WeightVersion
+    path: str
+
+
 class WeightsApplied(Event, frozen=True):
     """An engine runs `version`; its live digests equal the manifest's."""
 
@@ -148,15 +157,25 @@ class DrainRequested(Event, frozen=True):
     drain: bool
 
 
+class PinRequested(Event, frozen=True):
+    """The operator holds this host's engines at `version`, or lets them follow new ones again (None).
+
+    Engines beyond it go back.
+    """
+
+    job: JobId
+    version: WeightVersion | None
+
+
 class ShutdownRequested(Event, frozen=True):
     """Stop every engine this node started; leave the serving engine alone."""
 
 
 NodeEvent = (
     Tick | ServingObserved | ReplicaObserved | MemoryObserved | EngineStarted | EngineReady | EngineExited
-    | VersionAvailable | VersionStaged | VersionStageFailed | WeightsApplied | WeightsRefused
+    | VersionAvailable | VersionStaged | VersionStageFailed | UndoReady | WeightsApplied | WeightsRefused
     | SchedulerConnected | SchedulerLost | StepBegan | ReclaimRequested | GateOverridden | DrainRequested
-    | ShutdownRequested
+    | PinRequested | ShutdownRequested
 )  # fmt: skip
 
 

@@ -158,10 +158,13 @@ class HostedReplica:
         return self.life.phase is Phase.RUNNING and not self.life.failed and self.life.applying is None
 
     def update(self, shelf: VersionShelf, now_ns: int) -> list[NodeEffect]:
-        """The next step along the staged versions, if there is one and nothing is in the way."""
-        step = shelf.next_step(self.life.held) if self.can_update and now_ns >= self._retry_at_ns else None
-        if step is None:
+        """The next step along the staged versions (or back), if there is one and nothing is in the way."""
+        if not self.can_update or now_ns < self._retry_at_ns:
             return []
+        step = shelf.next_step(self.life.held)
+        if step is None:
+            # Nothing on this host takes the version back in place; a fresh engine does not have it.
+            return self.life.stop("no_way_back", now_ns) if shelf.beyond_pin(self.life.held) else []
         self._apply_began_ns = now_ns
         self.life.applying = ApplyVersion(
             replica=self.settings.replica,
@@ -207,6 +210,8 @@ class HostedReplica:
             return effects + self.life.stop("weights_unverified", now_ns)
         if held is not None and elsewhere:
             self.life.held = held
+        elif event.version < applying.base_version:
+            shelf.forget_undo(applying.base_version)
         elif held is not None or self.refusals > 1:
             shelf.distrust(event.version)
         if self.refusals >= self._node.weight_attempts_max:

@@ -36,7 +36,7 @@ def check_replica(hosted: HostedReplica, weight_attempts_max: int) -> None:
     if life.applying is not None:
         assert life.phase is Phase.RUNNING, life.phase
         assert life.applying.base_version == life.held, (life.applying, life.held)
-        assert life.applying.version > life.held, (life.applying, life.held)
+        assert life.applying.version != life.held, (life.applying, life.held)
     assert hosted.refusals <= weight_attempts_max, hosted.refusals
     assert not life.failed or life.phase is Phase.RUNNING, life.phase
     if hosted.memory is None:
@@ -48,12 +48,19 @@ def check_replica(hosted: HostedReplica, weight_attempts_max: int) -> None:
 
 
 def check_shelf(shelf: VersionShelf, held: Iterable[WeightVersion]) -> None:
-    """Every step leads up, from a base that is held or onto an anchor."""
+    """Every step leads up, from a base that is held or onto an anchor; or back, from beyond the pin."""
     for version in held:
         step = shelf.next_step(version)
         if step is not None:
-            assert step.version > version, (step, version)
+            assert _allowed(shelf, version, step.version), (step, version)
             assert step.base in {None, version}, (step, version)
+
+
+def _allowed(shelf: VersionShelf, held: WeightVersion, version: WeightVersion) -> bool:
+    """Up, but not beyond the pin; or back, from what is beyond it."""
+    if shelf.beyond_pin(held):
+        return version < held
+    return version > held and not shelf.beyond_pin(version)
 
 
 class Snapshot(msgspec.Struct, frozen=True):
@@ -75,13 +82,16 @@ def snapshot(replicas: Sequence[HostedReplica], shelf: VersionShelf) -> Snapshot
     )
 
 
-def check_effects(before: Snapshot, replicas: Sequence[HostedReplica], effects: Sequence[NodeEffect]) -> None:
+def check_effects(
+    before: Snapshot, replicas: Sequence[HostedReplica], shelf: VersionShelf, effects: Sequence[NodeEffect]
+) -> None:
     """Effects say what the machine knows: right bases, growing revisions, no second engine process."""
     after = {each.settings.replica: each for each in replicas}
     for effect in effects:
         match effect:
             case ApplyVersion(replica=replica, version=version, base_version=base):
-                assert base == after[replica].life.held < version, effect
+                assert base == after[replica].life.held, effect
+                assert _allowed(shelf, base, version), effect
             case PublishGate(replica=replica, policy=policy):
                 assert policy.revision > before.revisions[replica], effect
                 assert policy == after[replica].published, effect

@@ -24,6 +24,7 @@ from rose.core.events import (
     GateOverridden,
     MemoryObserved,
     NodeEvent,
+    PinRequested,
     ReclaimRequested,
     ReplicaObserved,
     ReplicaReport,
@@ -33,6 +34,7 @@ from rose.core.events import (
     ShutdownRequested,
     StepBegan,
     Tick,
+    UndoReady,
     VersionAvailable,
     VersionStaged,
     VersionStageFailed,
@@ -81,7 +83,7 @@ class NodeMachine:
         effects = self._handle(event)
         effects += self._reconcile()
         check_node(hosted, self.shelf, self.settings.weight_attempts_max)
-        check_effects(before, hosted, effects)
+        check_effects(before, hosted, self.shelf, effects)
         return effects
 
     # ---- events ---------------------------------------------------------------------------------
@@ -97,6 +99,8 @@ class NodeMachine:
                 effects = self._engine(event)
             case VersionAvailable() | VersionStaged() | VersionStageFailed():
                 effects = self._version(event)
+            case UndoReady() | PinRequested():
+                effects = self._back(event)
             case WeightsApplied() | WeightsRefused():
                 effects = self._weights(event)
             case SchedulerConnected() | SchedulerLost():
@@ -178,6 +182,25 @@ class NodeMachine:
                     f"version {version} could not be staged, next try in {pause_ns // NS_PER_S} s: {reason}"
                 )
                 return [Say("warning", "stage_failed", text, event.job)]
+            case _:
+                assert_never(event)
+
+    def _back(self, event: UndoReady | PinRequested) -> list[NodeEffect]:
+        if event.job != self.settings.job:
+            return self._foreign_job(event.job)
+        match event:
+            case UndoReady(version=version, base_version=base, path=path):
+                if self.shelf.undo_ready(Staged(version, base, path)):
+                    return []
+                text = f"version {version} is not a way back from version {base}"
+                return [Say("warning", "version_implausible", text, event.job)]
+            case PinRequested(version=version):
+                if version is not None and version < 0:
+                    return [Say("warning", "version_implausible", f"{version} is no version", event.job)]
+                self.shelf.pin = version
+                if version is None:
+                    return [Say("info", "weights_follow", "engines follow new versions", event.job)]
+                return [Say("info", "weights_pinned", f"engines are held at version {version}", event.job)]
             case _:
                 assert_never(event)
 
@@ -353,6 +376,7 @@ class NodeMachine:
             newest_version=self.shelf.newest,
             staged_versions=self.shelf.staged,
             pulling_version=self.shelf.pulling.version if self.shelf.pulling else None,
+            pinned_version=self.shelf.pin,
             serving=self._serving.view(self._now_ns),
             gate=lent.gate if lent else None,
             memory=lent.memory if lent else None,

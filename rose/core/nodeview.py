@@ -170,6 +170,8 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
     newest_version: WeightVersion
     staged_versions: tuple[WeightVersion, ...]
     pulling_version: WeightVersion | None
+    pinned_version: WeightVersion | None
+    """Engines go no further, by the operator's order."""
     serving: ServingView
     gate: GateView | None
     """That of the first opportunistic replica; None if there is none."""

@@ -1,7 +1,8 @@
 """Which weight versions of the job can be had, which lie on this host, and how to get from one to another.
 
 A staged version is a delta on its base, or an anchor (no base: applies to any older version).  An engine
-moves in order: always to a higher version, along deltas whose base it holds, or onto an anchor.
+moves in order: to a higher version, along deltas whose base it holds, or onto an anchor.  A pin bounds how
+far; engines beyond it go back along undos, step by step.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ from rose.units import NS_PER_S, WeightVersion
 
 VERSIONS_MAX = 4096
 """Versions remembered; the oldest are forgotten."""
+UNDOS_MAX = 256
+"""Ways back remembered; those from the oldest versions are forgotten."""
 RETRY_NS = NS_PER_S
 RETRY_NS_MAX = 60 * NS_PER_S
 
 
 class Staged(NamedTuple):
-    """A version whose files lie verified on this host."""
+    """A version whose files lie verified on this host; as an undo, its base is the higher one."""
 
     version: WeightVersion
     base: WeightVersion | None
@@ -49,7 +52,10 @@ class VersionShelf:
         self._by_base: dict[WeightVersion | None, list[WeightVersion]] = {}
         """Staged versions in order, by what they are built on: a chain is followed at every event."""
         self._retries: dict[WeightVersion, _Retry] = {}
+        self._undos: dict[WeightVersion, Staged] = {}
         self.pulling: Pull | None = None
+        self.pin: WeightVersion | None = None
+        """No engine is to go beyond this version."""
 
     @property
     def newest(self) -> WeightVersion:
@@ -106,12 +112,39 @@ class VersionShelf:
             if not self._by_base[staged.base]:
                 del self._by_base[staged.base]
 
+    def undo_ready(self, undo: Staged) -> bool:
+        """There is a way back from `undo.base`; False if it does not lead back."""
+        if undo.base is None or not 0 <= undo.version < undo.base:
+            return False
+        self._undos[undo.base] = undo
+        if len(self._undos) > UNDOS_MAX:
+            del self._undos[min(self._undos)]
+        return True
+
+    def forget_undo(self, base: WeightVersion) -> None:
+        """An engine refused to go back from `base` this way."""
+        self._undos.pop(base, None)
+
+    def leads_back(self, held: WeightVersion, version: WeightVersion) -> bool:
+        """Whether undos lead from `held` to exactly `version` (or nothing needs to be taken back)."""
+        start = held
+        while held > version and held in self._undos:
+            held = self._undos[held].version
+        return held == version or start < version
+
+    def beyond_pin(self, held: WeightVersion) -> bool:
+        """Whether an engine that holds `held` has to go back."""
+        return self.pin is not None and held > self.pin
+
     def next_step(self, held: WeightVersion) -> Staged | None:
-        """The staged version to go to from `held`: the furthest delta on it, else the newest anchor."""
+        """Where to go from `held`: back if beyond the pin, else the furthest delta on it or newest anchor."""
+        if self.beyond_pin(held):
+            return self._undos.get(held)
         for base in (held, None):
-            versions = self._by_base.get(base)
-            if versions and versions[-1] > held:
-                return self._staged[versions[-1]]
+            versions = self._by_base.get(base, [])
+            end = len(versions) if self.pin is None else bisect_right(versions, self.pin)
+            if end and versions[end - 1] > held:
+                return self._staged[versions[end - 1]]
         return None
 
     def next_pull(self, held_by_engines: Iterable[WeightVersion], now_ns: int) -> Pull | None:
@@ -132,18 +165,19 @@ class VersionShelf:
         return None
 
     def dead_end(self, held: WeightVersion) -> bool:
-        """Whether newer versions exist, all of them lie here, and none can follow where `held` leads."""
+        """Whether later versions are wanted, all of them lie here, and none can follow where `held` leads."""
         later = self._later_than(self._reached_from(held))
         return bool(later) and all(version in self._staged for version in later)
 
     def _reached_from(self, held: WeightVersion) -> WeightVersion:
-        """How far the staged versions lead."""
+        """How far the staged versions lead (or the undos, beyond the pin)."""
         while (step := self.next_step(held)) is not None:
             held = step.version
         return held
 
     def _later_than(self, version: WeightVersion) -> list[WeightVersion]:
-        return self._available[bisect_right(self._available, version) :]
+        end = len(self._available) if self.pin is None else bisect_right(self._available, self.pin)
+        return self._available[bisect_right(self._available, version) : end]
 
     def _no_longer_pulling(self, version: WeightVersion) -> None:
         if self.pulling is not None and self.pulling.version == version:

@@ -64,7 +64,7 @@ def materialise(checkpoint_dir: Path, version_dirs: Sequence[Path], out_dir: Pat
     for directory in version_dirs:
         manifest = container.read_manifest(directory)
         container.check_base(manifest, digests)
-        patches = container.read_patches(directory)
+        patches = [patch for patch in container.read_patches(directory) if patch.name in state]
         state = container.apply_to_state(state, patches)
         digests |= digest_state({patch.name: state[patch.name] for patch in patches})
         container.check_target(manifest, digests)

@@ -8,6 +8,7 @@ so applying a delta twice is applying it once.
 
 from __future__ import annotations
 
+import math
 import os
 import stat
 from collections.abc import Iterable, Mapping
@@ -23,8 +24,8 @@ from rose.units import JobId, WeightVersion
 from rose.weights import manifest as manifests
 from rose.weights import tensorfile
 from rose.weights.bits import ITEMSIZE, Bits, State, Words, word_dtype
-from rose.weights.digests import digest, digest_state, fingerprint_state
-from rose.weights.manifest import MANIFEST_BYTES_MAX, MANIFEST_NAME, Bucket, Manifest, Parameter, Shard
+from rose.weights.digests import digest, digest_state, fingerprint
+from rose.weights.manifest import MANIFEST_BYTES_MAX, MANIFEST_NAME, Bucket, Manifest, Mode, Parameter, Shard
 from rose.weights.shards import Demand, Placement, plan_buckets
 
 Indices = npt.NDArray[np.int64]
@@ -61,35 +62,42 @@ class EncodedVersion:
 # ---- encode -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Change:
-    """One parameter's new bits, before they are cut into shards; `indices` None stores it whole."""
+    """One parameter's new bits, before they are cut into shards.
 
-    target: Bits
+    Those at `indices`, or with `indices` None all of them; or none where nothing changed.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
     changed: int
     indices: Indices | None
+    values: Words
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
 
     def demand(self, name: str) -> Demand:
-        itemsize = ITEMSIZE[self.target.dtype]
+        itemsize = ITEMSIZE[self.dtype]
         header_bytes = _HEADER_BYTES_PER_TENSOR + len(name)
         if self.indices is None:
-            return Demand(name, self.target.words.size, itemsize, header_bytes)
-        index_bytes = _index_dtype(self.target.words.size).itemsize
+            return Demand(name, self.elements, itemsize, header_bytes)
+        index_bytes = _index_dtype(self.elements).itemsize
         return Demand(name, self.changed, itemsize + index_bytes, 2 * header_bytes)
 
     def shard(self, place: Placement, bucket: str) -> tuple[Shard, dict[str, Bits]]:
         entries = place.last - place.first
+        blobs = {f"{place.name}.val": _raw(self.values[place.first : place.last])}
         if self.indices is None:
             shard = Shard(bucket=bucket, start=place.first, stop=place.last, entries=entries)
-            return shard, {f"{place.name}.val": _raw(self.target.words[place.first : place.last])}
+            return shard, blobs
         indices = self.indices[place.first : place.last]
         start = int(indices[0])
         shard = Shard(bucket=bucket, start=start, stop=int(indices[-1]) + 1, entries=entries)
-        relative = (indices - start).astype(_index_dtype(self.target.words.size))
-        return shard, {
-            f"{place.name}.idx": _raw(relative),
-            f"{place.name}.val": _raw(self.target.words[indices]),
-        }
+        relative = (indices - start).astype(_index_dtype(self.elements))
+        return shard, {f"{place.name}.idx": _raw(relative)} | blobs
 
 
 def encode_version(
@@ -115,25 +123,82 @@ def encode_version(
         base_digests = base_digests if base_digests is not None else digest_state(base)
     target_digests = target_digests if target_digests is not None else digest_state(target)
     changes = {name: _change(None if base is None else base[name], target[name]) for name in sorted(target)}
-    shards, files = _fill_buckets(changes, {"format": "rose-delta", "job": job, "version": str(version)})
+    form = _Form(job, version, base_version, None if base is None else base_digests, target_digests)
+    return _encode(form, changes)
+
+
+def encode_undo(
+    manifest: Manifest,
+    held: WeightVersion,
+    state: State,
+    patches: Iterable[Patch],
+    digests: Mapping[str, str],
+) -> EncodedVersion:
+    """The way back from `manifest`'s version to `state`, which is version `held` with these digests.
+
+    `patches` are those of the version, verified.  Costs as much as the version is large, not as the model is,
+    unless it is an anchor.  Raises WrongBase if the version does not follow `held`.
+    """
+    if manifest.base_version not in (None, held) or manifest.version <= held:
+        raise WrongBase(f"version {manifest.version} does not follow version {held}")
+    changes = {name: _unchanged(bits.dtype, bits.shape) for name, bits in state.items()}
+    for patch in patches:
+        before = state[patch.name]
+        if manifest.base_version is None:
+            changes[patch.name] = _change(Bits(patch.dtype, patch.shape, patch.values), before)
+        elif patch.indices is None:
+            changes[patch.name] = _change(None, before)
+        else:
+            values = before.words[patch.indices]
+            changes[patch.name] = _Change(before.dtype, before.shape, values.size, patch.indices, values)
+    arrived = {name: manifest.target_digests[name] for name in state}
+    form = _Form(manifest.job, held, manifest.version, arrived, digests, undo=True)
+    return _encode(form, changes)
+
+
+def encode_squashed(first: Manifest, last: Manifest, patches: Iterable[Patch]) -> EncodedVersion:
+    """Encode `patches`, the sum of all versions from `first` to `last`, as one: see `rose.weights.squash`."""
+    base_digests = {each.name: each.base_digest for each in first.parameters if each.base_digest is not None}
+    changes = {each.name: _unchanged(each.dtype, each.shape) for each in last.parameters}
+    for patch in patches:
+        if base_digests.get(patch.name) != last.target_digests[patch.name]:
+            count = patch.values.size
+            changes[patch.name] = _Change(patch.dtype, patch.shape, count, patch.indices, patch.values)
+    form = _Form(last.job, last.version, first.base_version, base_digests or None, last.target_digests)
+    return _encode(form, changes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """What the manifest of a version says besides its changes; `base_digests` None makes an anchor."""
+
+    job: JobId
+    version: WeightVersion
+    base_version: WeightVersion | None
+    base_digests: Mapping[str, str] | None
+    target_digests: Mapping[str, str]
+    undo: bool = False
+
+
+def _encode(form: _Form, found: Mapping[str, _Change]) -> EncodedVersion:
+    changes = dict(sorted(found.items()))
+    metadata = {"format": "rose-delta", "job": form.job, "version": str(form.version)}
+    shards, files = _fill_buckets(changes, metadata)
     manifest = Manifest(
-        job=job,
-        version=version,
-        base_version=base_version,
-        fingerprint=fingerprint_state(target),
+        job=form.job,
+        version=form.version,
+        base_version=form.base_version,
+        undo=form.undo,
+        fingerprint=fingerprint((name, each.dtype, each.shape) for name, each in changes.items()),
         parameters=tuple(
             Parameter(
                 name=name,
-                dtype=change.target.dtype,
-                shape=change.target.shape,
-                mode="coo"
-                if change.indices is not None
-                else "dense"
-                if base is None or change.changed
-                else "same",
+                dtype=change.dtype,
+                shape=change.shape,
+                mode=_mode(change, anchor=form.base_digests is None),
                 changed=change.changed,
-                base_digest=None if base_digests is None or base is None else base_digests[name],
-                target_digest=target_digests[name],
+                base_digest=None if form.base_digests is None else form.base_digests[name],
+                target_digest=form.target_digests[name],
                 shards=tuple(shards.get(name, ())),
             )
             for name, change in changes.items()
@@ -144,13 +209,27 @@ def encode_version(
     return EncodedVersion(manifests.decode(manifests.encode(manifest)), files)
 
 
+def _mode(change: _Change, *, anchor: bool) -> Mode:
+    if change.indices is not None:
+        return "coo"
+    return "dense" if anchor or change.changed else "same"
+
+
 def _change(base: Bits | None, target: Bits) -> _Change:
+    """What leads from `base` to `target`, in the smaller form; with no base all of it."""
     if base is None:
-        return _Change(target, target.words.size, None)
+        return _Change(target.dtype, target.shape, target.words.size, None, target.words)
     indices = np.flatnonzero(base.words != target.words).astype(np.int64, copy=False)
     entry_bytes = ITEMSIZE[target.dtype] + _index_dtype(target.words.size).itemsize
-    sparse = indices.size * entry_bytes < target.nbytes
-    return _Change(target, int(indices.size), indices if sparse and indices.size else None)
+    if not indices.size:
+        return _unchanged(target.dtype, target.shape)
+    if indices.size * entry_bytes < target.nbytes:
+        return _Change(target.dtype, target.shape, indices.size, indices, target.words[indices])
+    return _Change(target.dtype, target.shape, indices.size, None, target.words)
+
+
+def _unchanged(dtype: str, shape: tuple[int, ...]) -> _Change:
+    return _Change(dtype, shape, 0, None, np.empty(0, word_dtype(dtype)))
 
 
 def _fill_buckets(
@@ -338,11 +417,17 @@ def apply_to_state(state: State, patches: Iterable[Patch]) -> dict[str, Bits]:
 
 
 def check_base(manifest: Manifest, digests: Mapping[str, str]) -> None:
-    """Check that digests held are those the delta was built on (an anchor fits any).  Raises WrongBase."""
-    if digests.keys() != manifest.target_digests.keys():
-        odd = sorted(digests.keys() ^ manifest.target_digests.keys())
+    """Check that digests held are those the delta was built on (an anchor fits any).  Raises WrongBase.
+
+    Names that are tied to what is held (`manifest.tied_names`) need not be there.
+    """
+    tied = manifests.tied_names(manifest, digests)
+    if digests.keys() != manifest.target_digests.keys() - tied:
+        odd = sorted((digests.keys() ^ manifest.target_digests.keys()) - tied)
         raise WrongBase(f"version {manifest.version} is of another model: {', '.join(odd[:3])}")
     for parameter in manifest.parameters:
+        if parameter.name in tied:
+            continue
         if parameter.base_digest is not None and parameter.base_digest != digests[parameter.name]:
             raise WrongBase(
                 f"{parameter.name}: the bytes held are not those of version {manifest.base_version}"
@@ -351,8 +436,9 @@ def check_base(manifest: Manifest, digests: Mapping[str, str]) -> None:
 
 def check_target(manifest: Manifest, digests: Mapping[str, str]) -> None:
     """Check that digests computed after applying are the promised ones.  Raises CorruptDelta."""
+    tied = manifests.tied_names(manifest, digests)
     for name, expected in manifest.target_digests.items():
-        if digests.get(name) != expected:
+        if name not in tied and digests.get(name) != expected:
             raise CorruptDelta(f"{name}: the bytes are not those of version {manifest.version}")
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Annotated, Literal
 
 import msgspec
@@ -99,6 +99,8 @@ class Manifest(_Record, frozen=True, kw_only=True):
     version: Annotated[WeightVersion, msgspec.Meta(ge=0, le=VERSION_MAX)]
     base_version: Annotated[WeightVersion, msgspec.Meta(ge=0, le=VERSION_MAX)] | None
     """None: an anchor."""
+    undo: bool = False
+    """The way back, from a later `base_version` to `version`.  Made and used on one host, never sent."""
     fingerprint: Digest
     """Of the model's form: see `rose.weights.digests.fingerprint`."""
     parameters: tuple[Parameter, ...]
@@ -150,8 +152,14 @@ def decode(data: bytes | bytearray | memoryview) -> Manifest:
 
 def check(manifest: Manifest) -> None:
     """Check the relations between fields; `decode` has done so already.  Raises CorruptDelta."""
-    if manifest.base_version is not None and manifest.base_version >= manifest.version:
-        raise CorruptDelta(f"version {manifest.version} cannot be built on version {manifest.base_version}")
+    base = manifest.base_version
+    follows = (
+        not manifest.undo
+        if base is None
+        else (base > manifest.version if manifest.undo else base < manifest.version)
+    )
+    if not follows:
+        raise CorruptDelta(f"version {manifest.version} cannot be built on version {base}")
     names = [parameter.name for parameter in manifest.parameters]
     if any(first >= second for first, second in itertools.pairwise(names)):
         raise CorruptDelta("manifest: parameters are not in order of name, or named twice")
@@ -173,6 +181,21 @@ def check(manifest: Manifest) -> None:
 def valid_job(job: str) -> bool:
     """Whether a job id can name a directory and a URL segment."""
     return re.match(JOB_PATTERN, job) is not None
+
+
+def tied_names(manifest: Manifest, held: Collection[str]) -> frozenset[str]:
+    """Parameters that the receiver does not hold by that name, but by another one: tied weights.
+
+    A trainer may name a tied output head beside the embedding.  Its bytes before and after are then those of
+    a parameter that is held, so nothing is lost by leaving it out; where they differ it is no tie.
+    """
+    known = {_identity(each) for each in manifest.parameters if each.name in held}
+    strange = (each for each in manifest.parameters if each.name not in held)
+    return frozenset(each.name for each in strange if len(each.shape) > 1 and _identity(each) in known)
+
+
+def _identity(parameter: Parameter) -> tuple[str, tuple[int, ...], str | None, str]:
+    return (parameter.dtype, parameter.shape, parameter.base_digest, parameter.target_digest)
 
 
 def _check_parameter(parameter: Parameter, *, anchor: bool) -> None:

@@ -17,7 +17,7 @@ import msgspec
 from rose.config import RelayConfig
 from rose.errors import CorruptDelta, RoseError, VersionConflict
 from rose.units import NS_PER_MS, JobId, WeightVersion
-from rose.weights import container
+from rose.weights import container, resume
 from rose.weights.bits import Bits, State, as_state
 from rose.weights.container import EncodedVersion
 from rose.weights.digests import digest, digest_state
@@ -108,6 +108,32 @@ class Publisher:
         """A publisher that talks to the configured relay; close it.  Raises ConfigError."""
         relay = BlockingRelay(RelayClient.from_config(config, timeout_s=timeout_s))
         return cls(relay, job, base_state, base_version=base_version, keep=keep, anchor_every=anchor_every)
+
+    @classmethod
+    def resume(
+        cls,
+        relay: BlockingRelay,
+        job: JobId,
+        base_state: Mapping[str, object],
+        *,
+        base_version: WeightVersion = _CHECKPOINT,
+        keep: int = 4,
+        anchor_every: int | None = None,
+    ) -> Self:
+        """A publisher that goes on where a former one of the job stopped, however that ended.
+
+        `base_state` is the checkpoint that everybody holds.  The newest version is taken from the relay: see
+        `version` for what to publish next.  Raises WrongBase if it does not follow from the checkpoint.
+        """
+        base = as_state(base_state)
+        standing = resume.newest(relay, job, base, base_version)
+        publisher = cls(
+            relay, job, standing.state, base_version=base_version, keep=keep, anchor_every=anchor_every
+        )
+        publisher._version = standing.version
+        publisher._epoch = standing.epoch
+        publisher._kept = {each.manifest.version: each for each in standing.chain[-keep:]}
+        return publisher
 
     @property
     def version(self) -> WeightVersion:

@@ -40,6 +40,8 @@ async def pull(
         try:
             async with asyncio.timeout(timeout_s):
                 committed = await relay.manifest(job, version)
+                if committed.manifest.undo:
+                    raise CorruptDelta(f"version {version} of {job} leads backwards: it is no trainer's")
                 if not await asyncio.to_thread(_holds, directory, committed.manifest):
                     partial = directory.with_name(f".{directory.name}.partial")
                     await _fill(relay, committed, partial)

@@ -13,6 +13,7 @@ from rose.weights import container
 from rose.weights.manifest import VERSION_MAX, Manifest, valid_job
 
 _VERSION_NAME = re.compile(r"v(0|[1-9][0-9]{0,15})")
+_PIN = "pin"
 _HIDDEN_NAME = re.compile(r"\.v(0|[1-9][0-9]{0,15})\.(?:partial|stale|lock)")
 
 
@@ -69,6 +70,33 @@ class WeightStore:
                 raise WrongBase(f"version {target} of {job} is not built on version {held}")
             version = manifest.base_version
         return paths[::-1]
+
+    def pin(self, job: JobId) -> WeightVersion | None:
+        """The version that the operator holds this host's engines at, or None.  Raises ConfigError."""
+        path = self.directory(job) / _PIN
+        try:
+            text = path.read_text(encoding="ascii").strip()
+        except FileNotFoundError:
+            return None
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path}: cannot be read: {error}") from None
+        if not text.isdecimal() or int(text) > VERSION_MAX:
+            raise ConfigError(
+                f"{path}: {text[:40]!r} is not a weight version", "delete it to follow new versions"
+            )
+        return WeightVersion(int(text))
+
+    def set_pin(self, job: JobId, version: WeightVersion | None) -> None:
+        """Hold engines at `version` from now on, restarts of rosed included; None lets them follow."""
+        directory = self.directory(job)
+        directory.mkdir(parents=True, exist_ok=True)
+        if version is None:
+            (directory / _PIN).unlink(missing_ok=True)
+        else:
+            draft = directory / f".{_PIN}.partial"
+            container.write_durably(draft, f"{version}\n".encode())
+            draft.rename(directory / _PIN)
+        container.sync_directory(directory)
 
     def prune(self, job: JobId, keep: int, held: Collection[WeightVersion] = ()) -> tuple[WeightVersion, ...]:
         """Delete all but the newest `keep` versions and those `held`; answers the deleted ones.

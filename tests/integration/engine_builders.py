@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 from rose.config import Config, ReplicaConfig
 from rose.engines.vllm.launch import EngineCommand, rollout_command
@@ -21,6 +22,13 @@ def mock(replica: ReplicaConfig, config: Config) -> EngineCommand:
         str(replica.port),
     )
     return EngineCommand((*argv, "--served-model-name", replica.served_name), real.env)
+
+
+def applier(replica: ReplicaConfig, config: Config) -> EngineCommand:
+    """A torch module behind the endpoints of an engine: real weights, no model."""
+    script = str(Path(__file__).with_name("applier.py"))
+    argv = (sys.executable, script, "--model", replica.model, "--port", str(replica.port))
+    return EngineCommand(argv, rollout_command(replica, config).env)
 
 
 def dying(replica: ReplicaConfig, config: Config) -> EngineCommand:

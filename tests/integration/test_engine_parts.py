@@ -43,7 +43,7 @@ def toy_model() -> Any:
 
 
 def live_of(model: Any) -> Any:
-    from rose.engines.vllm.weights import LiveWeights  # noqa: PLC0415 (imports vLLM)
+    from rose.engines.live import LiveWeights  # noqa: PLC0415 (imports torch)
 
     return LiveWeights(model, tensor_parallel=1)
 
@@ -108,7 +108,7 @@ def test_padding_rows_are_left_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("fail_at", [0, 3, 7])
 def test_a_write_that_fails_half_way_is_taken_back(tmp_path: Path, fail_at: int) -> None:
-    from rose.engines.vllm.weights import ApplyFailed  # noqa: PLC0415
+    from rose.engines.live import ApplyFailed  # noqa: PLC0415
 
     live = live_of(toy_model())
     before = state_of(live)
@@ -127,19 +127,19 @@ def test_a_write_that_fails_half_way_is_taken_back(tmp_path: Path, fail_at: int)
 
 
 def test_bits_that_do_not_stay_are_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rose.engines.vllm import weights  # noqa: PLC0415
+    from rose.engines import live as module  # noqa: PLC0415
 
     live = live_of(toy_model())
     before = state_of(live)
     staged = live.stage(write(tmp_path / "v1", before, stepped(before)), 1, 0)
-    do, calls = weights._Write.do, []
+    do, calls = module._Write.do, []
 
     def lossy(self: Any, words: Any) -> None:
         calls.append(self)
         do(self, words ^ 1 if len(calls) == 5 else words)
 
-    monkeypatch.setattr(weights._Write, "do", lossy)
-    with pytest.raises(weights.ApplyFailed, match="reads back"):
+    monkeypatch.setattr(module._Write, "do", lossy)
+    with pytest.raises(module.ApplyFailed, match="reads back"):
         live.apply(staged)
     monkeypatch.undo()
     assert live.digests()["digests"] == digest_state(before)
@@ -170,7 +170,7 @@ def test_staging_in_the_background_is_one_at_a_time(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_updated_is_refused_at_start() -> None:
-    from rose.engines.vllm.weights import LiveWeights  # noqa: PLC0415
+    from rose.engines.live import LiveWeights  # noqa: PLC0415
 
     with pytest.raises(RoseError, match="tensor_parallel_size=2"):
         LiveWeights(toy_model(), tensor_parallel=2)

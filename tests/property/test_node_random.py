@@ -15,6 +15,7 @@ from rose.core.events import (
     GateOverridden,
     MemoryObserved,
     NodeEvent,
+    PinRequested,
     ReclaimRequested,
     ReplicaObserved,
     SchedulerConnected,
@@ -23,6 +24,7 @@ from rose.core.events import (
     ShutdownRequested,
     StepBegan,
     Tick,
+    UndoReady,
     VersionAvailable,
     VersionStaged,
     VersionStageFailed,
@@ -92,6 +94,9 @@ events: st.SearchStrategy[NodeEvent] = st.one_of(
     st.builds(ReclaimRequested, replicas, reasons),
     st.builds(GateOverridden, replicas, st.none() | st.integers(-1, 4)),
     st.builds(DrainRequested, replicas, st.booleans()),
+    st.builds(UndoReady, jobs, versions, versions, st.just("/undo")),
+    st.integers(1, 6).map(lambda v: UndoReady(JOB, v - 1, v, "/undo")),
+    st.builds(PinRequested, jobs, st.none() | st.integers(-1, 6)),
 )
 elapsed = st.integers(0, 3 * NS_PER_S) | st.just(70 * NS_PER_S) | st.just(-NS_PER_S)
 histories = st.lists(st.tuples(events, elapsed), min_size=20, max_size=120)
@@ -137,7 +142,8 @@ class Witness:
                 order = self.applying.get(replica)
                 if order is not None and order.version == version:
                     del self.applying[replica]
-                    assert version > self.applied.get(replica, -1), "versions went back"
+                    back = version < self.applied.get(replica, -1)
+                    assert not back or order.path == "/undo", "versions went back"
                     self.applied[replica] = version
             case WeightsRefused(replica=replica, version=version):
                 order = self.applying.get(replica)
@@ -159,6 +165,9 @@ class Witness:
                 assert replica not in self.applying, "two updates at a time"
                 self.applying[replica] = effect
                 assert effect.base_version == self.applied.get(replica, effect.base_version), "wrong base"
+                if effect.version < effect.base_version:
+                    assert self.machine.shelf.beyond_pin(effect.base_version), "taken back unasked"
+                    assert effect.path == "/undo"
             case StartEngine(replica=replica):
                 assert replica not in self.applying
             case _:

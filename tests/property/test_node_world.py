@@ -20,11 +20,13 @@ from rose.core.events import (
     EngineStarted,
     MemoryObserved,
     NodeEvent,
+    PinRequested,
     ReclaimRequested,
     ReplicaObserved,
     ServingObserved,
     StepBegan,
     Tick,
+    UndoReady,
     VersionAvailable,
     VersionStaged,
     VersionStageFailed,
@@ -114,7 +116,7 @@ class World:
         self._check_reports()
 
     def _something_happens(self) -> None:
-        match self.chance.randrange(4):
+        match self.chance.randrange(5):
             case 0:
                 self.publish()
             case 1:
@@ -122,6 +124,9 @@ class World:
                 self.queue.append(StepBegan(JOB, self.rl_step, WeightVersion(self.published)))
             case 2:
                 self.queue.append(ReclaimRequested(ReplicaId("opp"), "drill"))
+            case 3:
+                pin = self.chance.randrange(self.published + 1)
+                self.queue.append(PinRequested(JOB, None if self.happens(0.5) else WeightVersion(pin)))
             case _:
                 for replica in list(self.engines):
                     self._crash(replica)
@@ -179,6 +184,8 @@ class World:
                     self.queue.append(VersionStageFailed(job, version, "relay_gone"))
                 else:
                     self.queue.append(VersionStaged(job, version, self._base(version), f"/v{version}"))
+                    if not self.happens(0.3):
+                        self.queue.append(UndoReady(job, WeightVersion(version - 1), version, "/undo"))
             case ApplyVersion():
                 self._apply(effect)
 
@@ -187,7 +194,8 @@ class World:
         if engine is None or not engine.ready:
             self.queue.append(WeightsRefused(order.replica, order.version, None, "engine_gone"))
             return
-        base = self._base(order.version)
+        back = order.path == "/undo"
+        base = WeightVersion(order.version + 1) if back else self._base(order.version)
         if engine.version != order.base_version or base not in {None, engine.version}:
             verified = engine.version == order.version
             self.queue.append(
@@ -234,6 +242,7 @@ def test_safe_under_faults_and_whole_again_after_them(seed: int, ticks: int) -> 
     for _ in range(ticks):
         world.tick()
     world.faulty = False
+    world.queue.append(PinRequested(JOB, None))
     world.publish()
     world.tick()
     restore_failed(world)

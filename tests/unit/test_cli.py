@@ -120,7 +120,8 @@ def imported_by(*arguments: str) -> tuple[set[str], str]:
 
 
 @pytest.mark.parametrize(
-    "arguments", [("--help",), ("status", "--help"), ("--version",), ("init", "--stdout")]
+    "arguments",
+    [("--help",), ("status", "--help"), ("--version",), ("init", "--stdout"), ("weights", "--help")],
 )
 def test_light_commands_import_nothing_heavy(arguments: tuple[str, ...]) -> None:
     modules, _ = imported_by(*arguments)
@@ -138,7 +139,17 @@ def test_help_lists_every_command_with_a_line(monkeypatch: pytest.MonkeyPatch, c
     lines = {
         line.split()[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines() if line.strip()
     }
-    for name in ("init", "status", "reclaim", "gate", "drain", "undrain", "version", *cli._installed()):
+    for name in (
+        "init",
+        "status",
+        "reclaim",
+        "gate",
+        "drain",
+        "undrain",
+        "weights",
+        "version",
+        *cli._installed(),
+    ):
         assert lines[name], f"{name} has no description"
 
 

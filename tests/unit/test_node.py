@@ -25,6 +25,7 @@ from rose.core.events import (
     GateOverridden,
     MemoryObserved,
     NodeEvent,
+    PinRequested,
     ReclaimRequested,
     ReplicaObserved,
     SchedulerConnected,
@@ -33,6 +34,7 @@ from rose.core.events import (
     ShutdownRequested,
     StepBegan,
     Tick,
+    UndoReady,
     VersionAvailable,
     VersionStaged,
     VersionStageFailed,
@@ -589,3 +591,79 @@ def test_a_clock_that_runs_backwards_stands_still() -> None:
 def test_settings_that_make_no_sense_are_refused(changes: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=r"must be|unique"):
         node_settings(**changes)
+
+
+# ---- versions taken back ---------------------------------------------------------------------------
+
+
+def on_version_2() -> Bench:
+    """Both engines on version 2, with the ways back to 0."""
+    bench = up()
+    for version in (1, 2):
+        bench(staged(version, version - 1))
+        bench(*(WeightsApplied(replica, WeightVersion(version)) for replica in (OPP, DED)))
+        bench(UndoReady(JOB, WeightVersion(version - 1), WeightVersion(version), f"/undo/v{version}"))
+    return bench
+
+
+def test_a_pin_takes_engines_back_step_by_step_and_holds_them_there() -> None:
+    bench = on_version_2()
+    bench(PinRequested(JOB, WeightVersion(0)))
+    assert bench.said() == ["weights_pinned"]
+    assert bench.all(ApplyVersion) == [
+        ApplyVersion(replica, WeightVersion(1), WeightVersion(2), "/undo/v2", True) for replica in (OPP, DED)
+    ]
+    assert bench.replica(OPP).state == "updating"
+    bench(WeightsApplied(OPP, WeightVersion(1)), WeightsApplied(DED, WeightVersion(1)))
+    assert {effect.path for effect in bench.all(ApplyVersion)} == {"/undo/v1"}
+    bench(WeightsApplied(OPP, WeightVersion(0)), WeightsApplied(DED, WeightVersion(0)))
+    bench(VersionAvailable(JOB, WeightVersion(3)), *[Tick()] * 5)
+    assert not bench.all(ApplyVersion)
+    assert not bench.all(PullVersion)
+    assert [replica.weight_version for replica in bench.view.replicas] == [0, 0]
+    assert (bench.view.pinned_version, bench.view.newest_version) == (0, 3)
+    assert bench.view.healthy
+    bench(PinRequested(JOB, None))
+    assert bench.said() == ["weights_follow"]
+    assert {effect.path for effect in bench.all(ApplyVersion)} == {"/store/v1"}
+
+
+def test_an_update_under_way_when_the_pin_comes_is_taken_back_too() -> None:
+    bench = on_version_2()
+    bench(staged(3, 2))
+    assert bench.all(ApplyVersion)
+    bench(PinRequested(JOB, WeightVersion(2)), UndoReady(JOB, WeightVersion(2), WeightVersion(3), "/undo/v3"))
+    assert not bench.all(ApplyVersion)
+    bench(WeightsApplied(OPP, WeightVersion(3)))
+    assert bench.all(ApplyVersion) == [
+        ApplyVersion(OPP, WeightVersion(2), WeightVersion(3), "/undo/v3", True)
+    ]
+
+
+def test_an_engine_with_no_way_back_is_started_afresh() -> None:
+    bench = up()
+    bench(staged(1, 0), WeightsApplied(OPP, WeightVersion(1)), WeightsApplied(DED, WeightVersion(1)))
+    bench(PinRequested(JOB, WeightVersion(0)))
+    assert {effect.reason for effect in bench.all(StopEngine)} == {"no_way_back"}
+
+
+def test_a_refused_way_back_is_not_tried_again() -> None:
+    bench = on_version_2()
+    bench(PinRequested(JOB, WeightVersion(1)))
+    bench(WeightsRefused(OPP, WeightVersion(1), WeightVersion(2), "wrong_base"))
+    bench(*[Tick()] * 200)
+    assert OPP in {effect.replica for effect in bench.all(StopEngine)}
+    bench(EngineExited(OPP, 0, "asked"), *[Tick()] * 200)
+    bench(EngineReady(OPP, WeightVersion(0)))
+    assert {effect.path for effect in bench.all(ApplyVersion)} == {"/store/v1"}
+
+
+def test_pins_that_make_no_sense_change_nothing() -> None:
+    bench = on_version_2()
+    bench(
+        PinRequested(JOB, WeightVersion(-1)),
+        PinRequested(JobId("other"), WeightVersion(0)),
+        UndoReady(JOB, WeightVersion(3), WeightVersion(3), "/undo"),
+    )
+    assert bench.said() == ["version_implausible", "foreign_job", "version_implausible"]
+    assert bench.view.pinned_version is None

@@ -156,7 +156,7 @@ async def first_answer(*answers: EngineInfo | Exception) -> int:
         raise AssertionError
 
     engine = cast("engines.Engine", SimpleNamespace(client=SimpleNamespace(healthy=healthy, info=info)))
-    hosted = engines.Engines(Config(), unused, unused, unused, unused)
+    hosted = engines.Engines(Config(), unused, unused, unused, unused, cast("engines.CopyKeeper", unused))
     return await hosted._first_answer(ReplicaId("r"), engine)
 
 

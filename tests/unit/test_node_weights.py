@@ -15,6 +15,7 @@ import pytest
 from aiohttp import web
 from rose_daemon.node.engine_http import EngineClient
 from rose_daemon.node.engines import Engines
+from rose_daemon.node.keeper import CopyKeeper
 from rose_daemon.node.weights import WeightAgent
 from weight_states import JOB, MemoryRelay, delta, fail_once
 
@@ -114,7 +115,8 @@ async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
     async with aiohttp.ClientSession() as session:
         running = SimpleNamespace(client=EngineClient(session, engine.url, "secret"))
         engines = SimpleNamespace(get=lambda replica: running if replica == REPLICA else None)
-        agent = WeightAgent(config, relay, cast("Engines", engines), events.append, time.monotonic_ns)
+        keeper = CopyKeeper(config, relay, events.append)
+        agent = WeightAgent(config, relay, cast("Engines", engines), events.append, time.monotonic_ns, keeper)
         yield Bench(agent, relay, engine, events)
     await runner.cleanup()
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rose.core.shelf import RETRY_NS, RETRY_NS_MAX, VERSIONS_MAX, Pull, Staged, VersionShelf
+from rose.core.shelf import RETRY_NS, RETRY_NS_MAX, UNDOS_MAX, VERSIONS_MAX, Pull, Staged, VersionShelf
 
 
 def shelf_of(available: Iterable[int] = (), staged: Iterable[tuple[int, int | None]] = ()) -> VersionShelf:
@@ -152,3 +152,66 @@ def test_the_longest_chain_is_followed_without_holding_up_the_node() -> None:
     for _ in range(20):  # the node asks at every event
         assert shelf.next_pull([0], 0) is None
     assert time.monotonic() - began_s < 5  # a scan of all versions at each step of the way takes 20 s
+
+
+# ---- pin and undo -----------------------------------------------------------------------------------
+
+
+def pinned(
+    pin: int, undos: Iterable[tuple[int, int]], staged: Iterable[tuple[int, int | None]]
+) -> VersionShelf:
+    shelf = shelf_of(staged=staged)
+    for base, version in undos:
+        assert shelf.undo_ready(Staged(version, base, f"/undo/v{base}"))
+    shelf.pin = pin
+    return shelf
+
+
+def test_an_engine_beyond_the_pin_goes_back_step_by_step_and_no_further() -> None:
+    shelf = pinned(2, [(4, 3), (3, 2), (2, 1)], [(1, 0), (2, 1), (3, 2), (4, 3)])
+    assert shelf.next_step(4) == (3, 4, "/undo/v4")
+    assert shelf.next_step(3) == (2, 3, "/undo/v3")
+    assert shelf.next_step(2) is None
+    assert shelf.next_step(0) == (1, 0, "/v1"), "one that lags behind comes up to the pin"
+    shelf.pin = None
+    assert shelf.next_step(2) == (3, 2, "/v3")
+
+
+def test_nothing_beyond_the_pin_is_fetched_or_missed() -> None:
+    shelf = shelf_of([1, 2, 3])
+    shelf.pin = 1
+    assert shelf.next_pull([1], 0) is None
+    assert not shelf.dead_end(1)
+    assert shelf.next_pull([0], 0) == Pull(1, 0)
+
+
+def test_an_anchor_beyond_the_pin_is_not_taken() -> None:
+    assert pinned(3, [], [(5, None), (2, 0)]).next_step(0) == (2, 0, "/v2")
+    assert pinned(1, [], [(5, None), (2, 0)]).next_step(0) is None
+
+
+@pytest.mark.parametrize(
+    ("held", "version", "leads"), [(4, 2, True), (4, 4, True), (4, 1, False), (3, 2, True), (1, 2, True)]
+)
+def test_what_can_be_taken_back(held: int, version: int, leads: bool) -> None:
+    """4 goes back to 2 by way of 3; an engine below the version has nothing to take back."""
+    assert pinned(0, [(4, 3), (3, 2)], []).leads_back(held, version) is leads
+
+
+def test_a_way_over_the_version_is_no_way_to_it() -> None:
+    """Version 3 was never held here: an anchor took the engines from 2 to 4."""
+    assert not pinned(0, [(4, 2)], []).leads_back(4, 3)
+
+
+def test_ways_that_do_not_lead_back_are_refused_and_the_number_is_bounded() -> None:
+    shelf = VersionShelf()
+    assert not shelf.undo_ready(Staged(3, 3, "/"))
+    assert not shelf.undo_ready(Staged(4, 3, "/"))
+    assert not shelf.undo_ready(Staged(-1, 3, "/"))
+    assert not shelf.undo_ready(Staged(3, None, "/"))
+    for version in range(UNDOS_MAX + 5):
+        shelf.undo_ready(Staged(version, version + 1, "/"))
+    assert len(shelf._undos) == UNDOS_MAX
+    shelf.forget_undo(UNDOS_MAX + 5)
+    shelf.pin = 0
+    assert shelf.next_step(UNDOS_MAX + 5) is None

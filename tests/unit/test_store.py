@@ -101,3 +101,21 @@ def test_pruning_keeps_the_newest_and_those_held(store: WeightStore) -> None:
 def test_jobs_are_apart(store: WeightStore) -> None:
     write_version(store.destination(JOB, WeightVersion(1)), delta()[2])
     assert store.versions(JobId("other")) == ()
+
+
+def test_the_pin_is_kept_until_it_is_taken_back(store: WeightStore) -> None:
+    assert store.pin(JOB) is None
+    store.set_pin(JOB, WeightVersion(7))
+    assert store.pin(JOB) == 7
+    assert store.versions(JOB) == ()
+    store.set_pin(JOB, None)
+    store.set_pin(JOB, None)
+    assert store.pin(JOB) is None
+
+
+@pytest.mark.parametrize("text", ["", "-1", "seven", "9" * 30, "\xff"])
+def test_a_pin_that_is_no_version_is_an_error(store: WeightStore, text: str) -> None:
+    store.set_pin(JOB, WeightVersion(7))
+    (store.directory(JOB) / "pin").write_text(text, encoding="latin-1")
+    with pytest.raises(ConfigError, match="pin"):
+        store.pin(JOB)

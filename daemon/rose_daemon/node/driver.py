@@ -34,6 +34,7 @@ from rose.core.effects import (
 from rose.core.events import (
     MemoryObserved,
     NodeEvent,
+    PinRequested,
     ReplicaObserved,
     ReplicaReport,
     ServingObserved,
@@ -42,14 +43,16 @@ from rose.core.events import (
 )
 from rose.core.node import NodeMachine
 from rose.core.readings import ReplicaReading, SlackReading, Unknown
-from rose.units import NS_PER_S, ReplicaId, ms_to_ns
+from rose.units import NS_PER_S, ReplicaId, WeightVersion, ms_to_ns
 from rose.weights.relay import Relay
+from rose.weights.store import WeightStore
 from rose_daemon import sdnotify
 from rose_daemon.node import telemetry
 from rose_daemon.node.engine_http import EngineClient
 from rose_daemon.node.engines import CommandBuilder, Engines
 from rose_daemon.node.gates import Gates
 from rose_daemon.node.journal import Journal
+from rose_daemon.node.keeper import CopyKeeper
 from rose_daemon.node.link import SchedulerLink
 from rose_daemon.node.settings import node_settings, stop_grace_ns
 from rose_daemon.node.status import Surroundings, status_body
@@ -81,11 +84,18 @@ class NodeDriver:
         self._stale_ns = ms_to_ns(config.admission.board_stale_ms)
         self.gates = Gates(paths, ms_to_ns(config.node.gate_lease_ms))
         self._journal = Journal(Path(config.node.state_dir) / "journal.jsonl", config.node.journal_bytes_max)
+        self._store = WeightStore(Path(config.node.state_dir))
+        self.keeper = CopyKeeper(config, relay, self.emit)
         self.engines = Engines(
-            config, build, lambda url: EngineClient(session, url, token), self.emit, self._run_errand
+            config,
+            build,
+            lambda url: EngineClient(session, url, token),
+            self.emit,
+            self._run_errand,
+            self.keeper,
         )
         self.link = SchedulerLink(config, self.reports, self.emit, time.monotonic_ns)
-        self.weights = WeightAgent(config, relay, self.engines, self.emit, time.monotonic_ns)
+        self.weights = WeightAgent(config, relay, self.engines, self.emit, time.monotonic_ns, self.keeper)
         self._session = session
         self._probe = ServingProbe(_NOT_PROBED, _NOT_PROBED)
         self._cpu = telemetry.CpuUse(config.device)
@@ -172,6 +182,12 @@ class NodeDriver:
             for report in self.machine.reports()
         )
 
+    def pin(self, version: WeightVersion | None) -> None:
+        """Hold engines at a version, across restarts of rosed too; None lets them follow.  Raises OSError."""
+        self._store.set_pin(self.config.job.id, version)
+        self.keeper.pin(version)
+        self.decide(PinRequested(self.config.job.id, version))
+
     # ---- life -----------------------------------------------------------------------------------
 
     def stop(self) -> None:
@@ -182,6 +198,9 @@ class NodeDriver:
 
     async def run(self) -> None:
         """Until `stop`.  Whatever way it ends, engines and boards of ours are gone afterwards."""
+        if (pin := self._store.pin(self.config.job.id)) is not None:
+            self.keeper.pin(pin)
+            self.emit(PinRequested(self.config.job.id, pin))
         tasks = [
             asyncio.create_task(work, name=name)
             for name, work in (
@@ -189,6 +208,7 @@ class NodeDriver:
                 ("memory", self._watch_memory()),
                 ("serving", self._watch_serving()),
                 ("relay", self.weights.watch()),
+                ("copy", self.keeper.run()),
                 ("scheduler", self.link.run()),
             )
         ]

@@ -1,8 +1,9 @@
 """Rollout engine processes: start, readiness, exit, stop.
 
 Every engine runs under a warden (`warden.py`) and dies with rosed: a restarted rosed starts them afresh from
-the checkpoint and the host's staged deltas.  Adopting the engines of a former rosed is not supported yet;
-until then a dead rosed means dead engines, so that nothing runs that nobody gates.
+the host's copy of the checkpoint, or from the checkpoint itself and staged deltas.  Adopting the engines of
+a former rosed is not supported yet; until then a dead rosed means dead engines, so that nothing runs that
+nobody gates.
 """
 
 from __future__ import annotations
@@ -24,9 +25,11 @@ import msgspec
 from rose.config import Config, ReplicaConfig
 from rose.core.events import EngineExited, EngineReady, EngineStarted, NodeEvent
 from rose.engines.vllm.launch import EngineCommand
+from rose.engines.vllm.settings import PluginSettings
 from rose.units import ReplicaId, WeightVersion
 from rose_daemon.node import warden
 from rose_daemon.node.engine_http import EngineClient, EngineRefused, EngineUnreachable
+from rose_daemon.node.keeper import CopyKeeper, Source
 from rose_daemon.node.warden import KILL
 
 CommandBuilder = Callable[[ReplicaConfig, Config], EngineCommand]
@@ -73,12 +76,14 @@ class Engines:
         connect: Callable[[str], EngineClient],
         emit: Callable[[NodeEvent], None],
         spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
+        keeper: CopyKeeper,
     ) -> None:
         self._config = config
         self._build = build
         self._connect = connect
         self._emit = emit
         self._task = spawn
+        self._keeper = keeper
         self._running: dict[ReplicaId, Engine] = {}
         self._tasks: dict[ReplicaId, asyncio.Task[None]] = {}
         self._stop_once_spawned: dict[ReplicaId, tuple[float, str]] = {}
@@ -130,30 +135,43 @@ class Engines:
             reason = f"port_in_use: {section.host}:{section.port} is taken by another process"
             self._emit(EngineExited(replica, None, reason))
             return
-        try:
-            process = await self._spawn(section, attempt)
-        except OSError as error:
-            self._emit(EngineExited(replica, None, f"spawn_failed: {error}"))
-            return
-        url = engine_url(section)
-        engine = self._running[replica] = Engine(url, process, self._connect(url))
-        self._emit(EngineStarted(replica, process.pid))
-        if (early := self._stop_once_spawned.pop(replica, None)) is not None:
-            self.stop(replica, *early)
-        readiness = asyncio.create_task(self._await_ready(replica, engine))
-        try:
-            code = await process.wait()
-        finally:
-            readiness.cancel()
-            await asyncio.gather(readiness, return_exceptions=True)
-            del self._running[replica]
+        async with contextlib.AsyncExitStack() as loading:
+            source = await loading.enter_async_context(self._keeper.source(section))
+            try:
+                process = await self._spawn(section, attempt, source)
+            except OSError as error:
+                self._emit(EngineExited(replica, None, f"spawn_failed: {error}"))
+                return
+            url = engine_url(section)
+            engine = self._running[replica] = Engine(url, process, self._connect(url))
+            self._emit(EngineStarted(replica, process.pid))
+            if (early := self._stop_once_spawned.pop(replica, None)) is not None:
+                self.stop(replica, *early)
+            exited = asyncio.create_task(process.wait())
+            readiness = asyncio.create_task(self._await_ready(replica, engine, source))
+            try:
+                await asyncio.wait({exited, readiness}, return_when=asyncio.FIRST_COMPLETED)
+                await loading.aclose()  # it has loaded, or never will: the copy may move on
+                code = await exited
+            finally:
+                exited.cancel()
+                readiness.cancel()
+                await asyncio.gather(exited, readiness, return_exceptions=True)
+                del self._running[replica]
         self._emit(EngineExited(replica, code, engine.stop_reason or self._epitaph(replica, code)))
 
-    async def _spawn(self, section: ReplicaConfig, attempt: int) -> asyncio.subprocess.Process:
+    async def _spawn(
+        self, section: ReplicaConfig, attempt: int, source: Source | None
+    ) -> asyncio.subprocess.Process:
         node = self._config.node
+        if source is not None:
+            section = msgspec.structs.replace(section, model=str(source.path))
         if section.kind == "opportunistic" and not section.cpus:
             section = msgspec.structs.replace(section, cpus=self._config.device.cpus)
         command = self._build(section, self._config)
+        env = command.env
+        if source is not None:
+            env = env | {f"{PluginSettings.PREFIX}WEIGHT_VERSION": str(source.version)}
         log = self.log_path(section.id)
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("a", encoding="utf-8") as file:
@@ -164,21 +182,36 @@ class Engines:
             *keeper,
             *limits,
             *command.argv,
-            env=command.env,
+            env=env,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.DEVNULL,
             stderr=None,
             start_new_session=True,
         )
 
-    async def _await_ready(self, replica: ReplicaId, engine: Engine) -> None:
+    async def _await_ready(self, replica: ReplicaId, engine: Engine, source: Source | None) -> None:
         """Poll until the engine answers as the one we started.  Too long a wait is for the machine to end."""
+        grace_s = self._config.node.engine_stop_grace_s
         try:
             version = await self._first_answer(replica, engine)
         except EngineRefused as error:
-            self.stop(replica, self._config.node.engine_stop_grace_s, f"plugin_missing: {error.what}")
+            self.stop(replica, grace_s, f"plugin_missing: {error.what}")
+            return
+        if source is not None and not await self._loaded(engine, source):
+            self._keeper.distrust()
+            self.stop(replica, grace_s, "copy_mismatch: it does not hold what the host's copy promises")
             return
         self._emit(EngineReady(replica, version))
+
+    async def _loaded(self, engine: Engine, source: Source) -> bool:
+        """Whether the engine holds the version it was to load, by digests of its live parameters."""
+        try:
+            live = await engine.client.digests(self._config.node.weights_timeout_s)
+        except (EngineRefused, EngineUnreachable):
+            return False
+        alike = all(live.digests.get(name, digest) == digest for name, digest in source.digests.items())
+        tied = {source.digests[name] for name in source.digests.keys() - live.digests.keys()}
+        return live.version == source.version and alike and tied <= set(live.digests.values())
 
     async def _first_answer(self, replica: ReplicaId, engine: Engine) -> WeightVersion:
         unreadable = 0

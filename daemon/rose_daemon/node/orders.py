@@ -7,10 +7,11 @@ from typing import Any, assert_never
 from rose import wire
 from rose.core.effects import Say
 from rose.core.events import DrainRequested, GateOverridden, ReclaimRequested
+from rose.core.lifecycle import Phase
 from rose.core.nodeview import ReplicaView
 from rose.core.readings import GateMode
-from rose.errors import ConfigError, NotFound, RoseError
-from rose.units import ReplicaId
+from rose.errors import ConfigError, NotFound, NotReady, RoseError
+from rose.units import JobId, ReplicaId, WeightVersion
 from rose_daemon.node.driver import NodeDriver
 
 _MODES = {"closed": GateMode.CLOSED, "strict": GateMode.STRICT, "open": GateMode.OPEN}
@@ -38,6 +39,8 @@ class Orders:
                 self._view(replica)
                 self._driver.decide(DrainRequested(replica, drain))
                 return {"state": self._view(replica).state}
+            case wire.PinRequest(job=job, version=version):
+                return self._pin(job, version)
             case _:
                 assert_never(request)
 
@@ -56,6 +59,36 @@ class Orders:
         self._view(replica)
         self._driver.decide(GateOverridden(replica, None if mode is None else int(_MODES[mode])))
         return {"mode": self._view(replica).gate.mode}
+
+    def _pin(self, job: JobId, version: WeightVersion | None) -> dict[str, Any]:
+        """Refused unless every engine can get there with what lies on this host."""
+        if job != self._driver.config.job.id:
+            raise NotFound(
+                f"this host does not work for job {job}", f"it works for {self._driver.config.job.id}"
+            )
+        if version is not None:
+            self._check_way_back(version)
+        try:
+            self._driver.pin(version)
+        except OSError as error:
+            raise RoseError(f"the pin could not be kept: {error}", "see node.state_dir") from None
+        view = self._driver.machine.view()
+        return {"version": version, "replicas": {each.id: each.weight_version for each in view.replicas}}
+
+    def _check_way_back(self, version: WeightVersion) -> None:
+        machine = self._driver.machine
+        if not 0 <= version <= machine.shelf.newest:
+            raise NotFound(f"there is no version {version}", f"the newest is {machine.shelf.newest}")
+        for replica, hosted in machine.replicas.items():
+            if hosted.life.phase is not Phase.RUNNING:
+                continue
+            if hosted.life.applying is not None:
+                raise NotReady(f"{replica} is being updated", "ask again in a moment")
+            if not machine.shelf.leads_back(hosted.life.held, version):
+                raise NotFound(
+                    f"{replica} holds version {hosted.life.held}; the way to {version} is not on this host",
+                    f"the copy here is at {self._driver.keeper.version}; see node.weights_undo_max",
+                )
 
     def _view(self, replica: ReplicaId) -> ReplicaView:
         views = {view.id: view for view in self._driver.machine.view().replicas}

@@ -80,6 +80,7 @@ def status_body(
             "newest_version": view.newest_version,
             "staged_versions": list(view.staged_versions),
             "pulling_version": view.pulling_version,
+            "pinned_version": view.pinned_version,
         },
         "last_update": _update(history.latest(), view.now_ns),
         "updates": [_update(update, view.now_ns) for update in history],

@@ -26,14 +26,16 @@ from rose.core.events import (
     WeightsApplied,
     WeightsRefused,
 )
+from rose.core.shelf import Staged
 from rose.errors import CorruptDelta, RoseError
 from rose.units import NS_PER_MS, WeightVersion, s_to_ns
 from rose.weights import container, receiver
-from rose.weights.manifest import Manifest
+from rose.weights.manifest import Manifest, tied_names
 from rose.weights.relay import Relay
 from rose.weights.store import WeightStore
 from rose_daemon.node.engine_http import Digests, EngineClient, EngineRefused, EngineUnreachable, UpdateAnswer
 from rose_daemon.node.engines import Engines
+from rose_daemon.node.keeper import CopyKeeper
 from rose_daemon.node.updates import Update, UpdateHistory
 
 _POLL_WAIT_S = 20.0
@@ -56,6 +58,7 @@ class WeightAgent:
         engines: Engines,
         emit: Callable[[NodeEvent], None],
         clock_ns: Callable[[], int],
+        keeper: CopyKeeper,
     ) -> None:
         self._job = config.job.id
         self._timeout_s = config.node.weights_timeout_s
@@ -64,6 +67,7 @@ class WeightAgent:
         self._engines = engines
         self._emit = emit
         self._clock_ns = clock_ns
+        self._keeper = keeper
         self.history = UpdateHistory()
         self.relay_error = ""
         """Why the relay could not be asked last time; empty while it answers."""
@@ -112,6 +116,7 @@ class WeightAgent:
                 delta_bytes=manifest.delta_bytes,
             )
             self._emit(VersionStaged(order.job, order.version, manifest.base_version, str(path)))
+            self._keeper.staged(Staged(order.version, manifest.base_version, str(path)))
 
     async def apply(self, order: ApplyVersion) -> None:
         """Update an engine and check its digests; WeightsApplied or WeightsRefused follows."""
@@ -200,7 +205,8 @@ def _difference(manifest: Manifest, live: Digests) -> str:
     """Why the engine does not run this version, by its own digests; empty if it does."""
     if live.version != manifest.version:
         return f"wrong_version: the engine says {live.version} after an update to {manifest.version}"
-    wanted = manifest.target_digests
+    tied = tied_names(manifest, live.digests)
+    wanted = {name: digest for name, digest in manifest.target_digests.items() if name not in tied}
     wrong = sorted(name for name, digest in wanted.items() if live.digests.get(name) != digest)
     if wrong:
         return f"digest_mismatch: {len(wrong)} of {len(wanted)} parameters, first {wrong[0]}"

@@ -93,6 +93,8 @@ class RoseEndpoints:
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
         """Learn what does not change: model, versions, the processes and where they run."""
         self._engine = engine_client
+        if self._settings.weight_version:
+            await engine_client.update_weight_version(str(self._settings.weight_version))
         workers = await engine_client.collective_rpc("rose_process")
         self._about = {
             "role": self._settings.role,

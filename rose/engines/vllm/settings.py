@@ -38,6 +38,8 @@ class PluginSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Run the workers under SCHED_IDLE."""
     api_cpus: str = ""
     """Cores of the API server and the core loop, comma-separated; empty leaves their affinity alone."""
+    weight_version: int = 0
+    """Rollout only: the version that the checkpoint holds; above 0 if it is the host's copy."""
     allow_untested: bool = False
     """Load beside a vLLM release that was not tested."""
 

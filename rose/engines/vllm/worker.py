@@ -8,9 +8,10 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from rose.engines.live import LiveWeights
 from rose.engines.vllm.plugin import bind_process
 from rose.engines.vllm.settings import PluginSettings
-from rose.engines.vllm.weights import LiveWeights, RoseWeightTransferEngine
+from rose.engines.vllm.weights import RoseWeightTransferEngine
 from rose.errors import RoseError
 
 

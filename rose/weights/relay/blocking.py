@@ -53,6 +53,19 @@ class BlockingRelay:
         """See `Relay.manifest`."""
         return self._run(self._relay.manifest(job, version))
 
+    def get_into(
+        self,
+        job: JobId,
+        version: WeightVersion,
+        bucket: str,
+        destination: memoryview,
+        *,
+        offset: int = 0,
+        epoch: str | None = None,
+    ) -> None:
+        """See `Relay.get_into`."""
+        self._run(self._relay.get_into(job, version, bucket, destination, offset=offset, epoch=epoch))
+
     def delete(self, job: JobId, version: WeightVersion) -> bool:
         """See `Relay.delete`."""
         return self._run(self._relay.delete(job, version))

@@ -1,0 +1,112 @@
+"""A light engine for tests: the plugin's live weights over a plain torch module, behind the same endpoints.
+
+    python applier.py --model CHECKPOINT --port N        (ROSE_ENGINE_* as for a real engine)
+
+It starts in a second or two and runs the code that a vLLM worker runs for an update.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from aiohttp import web
+
+from rose.engines.live import ApplyFailed, LiveWeights
+from rose.engines.vllm.settings import PluginSettings
+from rose.errors import CorruptDelta, WrongBase
+from rose.weights.bits import Bits, State
+from rose.weights.checkpoint import open_checkpoint
+
+_TORCH = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+
+
+def module_of(state: State) -> torch.nn.Module:
+    """A module tree whose parameters have these names and bits."""
+    root = torch.nn.Module()
+    for name, bits in state.items():
+        owner = root
+        *path, leaf = name.split(".")
+        for part in path:
+            if part not in dict(owner.named_children()):
+                owner.add_module(part, torch.nn.Module())
+            owner = owner.get_submodule(part)
+        owner.register_parameter(leaf, torch.nn.Parameter(_tensor(bits), requires_grad=False))
+    return root
+
+
+def _tensor(bits: Bits) -> torch.Tensor:
+    words = torch.from_numpy(bits.words.copy().view(f"<i{bits.words.itemsize}"))
+    return words.view(_TORCH[bits.dtype]).reshape(bits.shape)
+
+
+class Applier:
+    """The endpoints."""
+
+    def __init__(self, settings: PluginSettings, model: Path) -> None:
+        self._settings = settings
+        state = open_checkpoint(model).state
+        self._live = LiveWeights(module_of(state), tensor_parallel=1, version=settings.weight_version)
+
+    async def engine(self, _: web.Request) -> web.Response:
+        return web.json_response(
+            {
+                "role": "rollout",
+                "name": self._settings.name,
+                "weight_version": self._live.version,
+                "pid": os.getpid(),
+                "started_from": self._settings.weight_version,
+            }
+        )
+
+    async def update(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        began = time.monotonic()
+        try:
+            staged = self._live.stage(Path(body["path"]), body["version"], body["base_version"])
+            applying = time.monotonic()
+            self._live.apply(staged)
+        except (WrongBase, CorruptDelta, ApplyFailed) as error:
+            code, status = ("wrong_base", 409) if isinstance(error, WrongBase) else ("corrupt_delta", 422)
+            return web.json_response(
+                {"error": code, "detail": error.what, "version_held": self._live.version}, status=status
+            )
+        ended = time.monotonic()
+        ms = {"stage": staged.stage_ms, "pause": (ended - applying) * 1e3, "apply": (ended - applying) * 1e3}
+        return web.json_response(
+            {
+                "version": staged.version,
+                "changed": staged.changed,
+                "ms": {**ms, "total": (ended - began) * 1e3},
+            }
+        )
+
+    async def digests(self, _: web.Request) -> web.Response:
+        return web.json_response(self._live.digests())
+
+
+async def _healthy(_: web.Request) -> web.Response:
+    return web.Response()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--port", type=int, required=True)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    applier = Applier(PluginSettings.require("rollout"), arguments.model)
+    application: Any = web.Application()
+    application.router.add_get("/health", _healthy)
+    application.router.add_get("/rose/v1/engine", applier.engine)
+    application.router.add_post("/rose/v1/weights/update", applier.update)
+    application.router.add_get("/rose/v1/weights/digests", applier.digests)
+    web.run_app(application, host="127.0.0.1", port=arguments.port, print=None)
+
+
+if __name__ == "__main__":
+    main()

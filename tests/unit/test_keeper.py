@@ -1,0 +1,220 @@
+"""The keeper of the host's copy: follows what is staged, goes back to the pin, is used only when trusted."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rose_daemon.node.keeper import CopyKeeper
+from weight_states import JOB, MemoryRelay, model, same, stepped
+
+from rose.config import Config, JobConfig, NodeConfig, ReplicaConfig
+from rose.core.events import NodeEvent, UndoReady
+from rose.core.shelf import Staged
+from rose.units import ReplicaId, WeightVersion
+from rose.weights import tensorfile
+from rose.weights.bits import Bits
+from rose.weights.checkpoint import open_checkpoint
+from rose.weights.container import EncodedVersion, encode_version, write_version
+from rose.weights.hostcopy import HostCopy
+from rose.weights.store import WeightStore
+
+NEWEST = 3
+
+
+def run_of_a_job(seed: int) -> tuple[list[dict[str, Bits]], list[EncodedVersion]]:
+    """States 0 to NEWEST of one run (all start from the same checkpoint), and the deltas between them."""
+    states, encoded = [model()], []
+    for version in range(1, NEWEST + 1):
+        states.append(stepped(states[-1], 100 * seed + version))
+        before = WeightVersion(version - 1)
+        encoded.append(encode_version(JOB, WeightVersion(version), before, states[-2], states[-1]))
+    return states, encoded
+
+
+STATES, ENCODED = run_of_a_job(1)
+OTHER_STATES, OTHER_ENCODED = run_of_a_job(2)
+
+
+class Host:
+    """A host whose keeper runs, and which can be restarted."""
+
+    def __init__(self, root: Path) -> None:
+        self.model = root / "model"
+        self.model.mkdir()
+        (self.model / "model.safetensors").write_bytes(tensorfile.encode(STATES[0], {}))
+        self.section = ReplicaConfig(id=ReplicaId("r"), kind="dedicated", model=str(self.model))
+        self.config = Config(
+            node=NodeConfig(state_dir=str(root)), job=JobConfig(id=JOB), replicas=(self.section,)
+        )
+        self.store = WeightStore(root)
+        self.relay = MemoryRelay()
+        self.events: list[NodeEvent] = []
+        self.keeper: CopyKeeper
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self, config: Config | None = None) -> None:
+        self.events.clear()
+        self.keeper = CopyKeeper(config or self.config, self.relay, self.events.append)
+        self._task = asyncio.create_task(self.keeper.run())
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+
+    def stage(self, encoded: EncodedVersion) -> None:
+        manifest = encoded.manifest
+        path = self.store.destination(JOB, manifest.version)
+        if not path.exists():
+            write_version(path, encoded)
+        self.keeper.staged(Staged(manifest.version, manifest.base_version, str(path)))
+
+    async def at(self, version: int) -> None:
+        await until(lambda: self.keeper.version == version)
+
+    async def offered(self) -> int | None:
+        async with self.keeper.source(self.section) as source:
+            return None if source is None else source.version
+
+    @property
+    def undos(self) -> list[tuple[int, int]]:
+        return [(event.base_version, event.version) for event in self.events if isinstance(event, UndoReady)]
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+async def host(tmp_path: Path) -> AsyncIterator[Host]:
+    made = Host(tmp_path)
+    made.start()
+    yield made
+    await made.stop()
+
+
+async def follow(host: Host, encoded: list[EncodedVersion] = ENCODED) -> None:
+    for each in encoded:
+        host.stage(each)
+    await host.at(NEWEST)
+
+
+async def test_it_follows_what_is_staged_and_tells_the_ways_back(host: Host) -> None:
+    await follow(host)
+    await until(lambda: len(host.undos) == NEWEST)
+    assert host.undos == [(1, 0), (2, 1), (3, 2)]
+    async with host.keeper.source(host.section) as source:
+        assert source is not None
+        assert source.version == NEWEST
+        assert same(open_checkpoint(source.path).state, STATES[NEWEST])
+        assert source.digests == ENCODED[-1].manifest.target_digests
+
+
+async def test_it_goes_back_to_the_pin_and_on_again(host: Host) -> None:
+    await follow(host)
+    host.keeper.pin(WeightVersion(1))
+    await host.at(1)
+    assert await host.offered() == 1
+    host.keeper.pin(None)
+    await host.at(NEWEST)
+    assert await host.offered() == NEWEST
+
+
+async def test_the_copy_stands_still_while_an_engine_loads_it(host: Host) -> None:
+    host.stage(ENCODED[0])
+    await host.at(1)
+    async with host.keeper.source(host.section) as source:
+        assert source is not None
+        host.stage(ENCODED[1])
+        await asyncio.sleep(0.05)
+        assert same(open_checkpoint(source.path).state, STATES[1])
+    await host.at(2)
+
+
+async def test_after_a_restart_it_is_used_once_the_relay_names_the_same_version(host: Host) -> None:
+    await follow(host)
+    await host.stop()
+    host.start()
+    assert await host.offered() is None, "nobody vouches for it"
+    host.relay.publish(ENCODED[-1])
+    assert await host.offered() == NEWEST
+    assert sorted(host.undos) == [(1, 0), (2, 1), (3, 2)]
+
+
+async def test_after_a_restart_it_is_recognised_when_its_version_is_staged_again(host: Host) -> None:
+    await follow(host)
+    await host.stop()
+    host.start()
+    await host.at(NEWEST)
+    for each in ENCODED:
+        host.stage(each)
+    await until(lambda: host.undos)
+    assert await host.offered() == NEWEST
+
+
+async def test_a_copy_of_another_run_is_not_used_and_is_made_anew(host: Host, tmp_path: Path) -> None:
+    await follow(host)
+    await host.stop()
+    for version in range(1, NEWEST + 1):
+        host.store.path(JOB, WeightVersion(version)).rename(tmp_path / f"former-{version}")
+    newer = stepped(OTHER_STATES[-1], 77)
+    host.start()
+    host.relay.publish(OTHER_ENCODED[-1])
+    assert await host.offered() is None
+    for each in OTHER_ENCODED:
+        host.stage(each)
+    host.stage(encode_version(JOB, WeightVersion(NEWEST + 1), WeightVersion(NEWEST), OTHER_STATES[-1], newer))
+    await until(lambda: host.keeper.version == NEWEST and host.undos)
+    async with host.keeper.source(host.section) as source:
+        assert source is not None
+        assert same(open_checkpoint(source.path).state, OTHER_STATES[NEWEST])
+
+
+async def test_an_engine_that_found_other_bytes_has_it_made_anew(host: Host) -> None:
+    await follow(host)
+    host.keeper.distrust()
+    await host.at(NEWEST)
+    assert await host.offered() == NEWEST
+
+
+async def test_a_damaged_copy_is_made_anew(host: Host) -> None:
+    await follow(host)
+    await host.stop()
+    (host.store.directory(JOB) / "copy" / "record.json").write_text("{}")
+    host.start()
+    await host.at(0)
+    assert await host.offered() is None
+
+
+async def test_another_model_is_never_started_from_the_copy(host: Host, tmp_path: Path) -> None:
+    await follow(host)
+    other = ReplicaConfig(id=ReplicaId("o"), kind="dedicated", model=str(tmp_path / "other"))
+    async with host.keeper.source(other) as source:
+        assert source is None
+
+
+@pytest.mark.parametrize("change", [{"undo_max": 0}, {"model": "/nowhere"}, {"locked": True}])
+async def test_a_host_without_a_copy_goes_on_without_one(tmp_path: Path, change: dict[str, Any]) -> None:
+    host = Host(tmp_path)
+    section = ReplicaConfig(id=ReplicaId("r"), kind="dedicated", model=change.get("model", str(host.model)))
+    node = NodeConfig(state_dir=str(tmp_path), weights_undo_max=change.get("undo_max", 4))
+    holder = None
+    if "locked" in change:
+        holder = HostCopy.create(host.store.directory(JOB) / "copy", JOB, host.model)
+    host.start(Config(node=node, job=JobConfig(id=JOB), replicas=(section,)))
+    host.stage(ENCODED[0])
+    assert await host.offered() is None
+    await asyncio.sleep(0.05)
+    assert host.keeper.version is None
+    assert not host.undos
+    await host.stop()
+    if holder is not None:
+        holder.close()
