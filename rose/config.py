@@ -85,6 +85,9 @@ class ServingConfig(_Section, frozen=True):
 
     name: str = "serving"
     """Name the serving engine's plugin was given; names its board."""
+    boards: tuple[str, ...] = ()
+    """Boards that the opportunistic replicas obey, where they share several devices with serving (rank 1 of a
+    data-parallel engine writes `<name>-dp1`, and so on); empty means `name` alone."""
     url: str = ""
     """Its base URL; empty: no serving engine here (a host of dedicated replicas)."""
     ttft_slo_ms: float = 250
@@ -131,8 +134,9 @@ class ReplicaConfig(_Section, frozen=True):
 class AdmissionConfig(_Section, frozen=True):
     """When rollout tokens may run beside serving."""
 
-    mode: Literal["strict", "closed", "open"] = "strict"
-    """strict: only while serving is idle.  open harms serving: for benchmarks."""
+    mode: Literal["strict", "slack", "closed", "open"] = "strict"
+    """strict: only while serving is idle.  slack: also beside decoding requests, as far as their budgets
+    allow.  open harms serving: for benchmarks."""
     token_cap: int = 512
     """Most rollout tokens in one step of an open gate."""
     margin_ms: float = 5

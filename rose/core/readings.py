@@ -40,7 +40,7 @@ class GateMode(IntEnum):
     STRICT = 1
     """Open only while the serving engine is idle."""
     SLACK = 2
-    """Open while the next rollout step fits in every slack (not implemented yet: treated as STRICT)."""
+    """Open while no prefill waits and the next rollout step fits in every slack."""
     OPEN = 3
     """Always open: a dedicated replica, or the `naive` mode of the benchmark."""
 
@@ -75,9 +75,11 @@ class SlackReading(NamedTuple):
     kv_used_blocks: int
     kv_total_blocks: int
     ttft_deadline_ns: int
-    """Earliest instant by which some request must have its first token, or NEVER."""
+    """Latest instant to begin with the waiting prefills so that each keeps its TTFT budget, or NEVER.
+    Already reduced by the predicted time of the queue and its margin."""
     tpot_deadline_ns: int
-    """Earliest instant by which some decode must have its next token, or NEVER."""
+    """Latest instant to begin the next decode step so that each request keeps its TPOT budget, or NEVER.
+    Already reduced by the predicted time of the step and its margin."""
     in_step: int
     """1 between `schedule` and `update_from_output` of a non-empty step."""
     step_start_ns: int
@@ -90,7 +92,13 @@ class SlackReading(NamedTuple):
     arrivals: int
     preemptions: int
     overhead_ns: int
-    """Cost of the latest publication."""
+    """What the plugin added to the latest step, all its publications together."""
+    prefill_predicted_ns: int
+    """T_prefill of the p99 prompt with its margin; 0 while the model is not calibrated."""
+    decode_predicted_ns: int
+    """T_decode of the running batch; 0 while the model is not calibrated, or nothing decodes."""
+    drift_permille: int
+    """Measured over predicted time of recent serving steps, times 1000."""
 
 
 class GatePolicy(NamedTuple):
@@ -152,3 +160,9 @@ class ReplicaReading(NamedTuple):
     overhead_p99_ns: int
     weight_version: int
     """Version of the weights in use, as set by the last committed update."""
+    drift_permille: int
+    """Measured over predicted time of recent rollout steps, times 1000."""
+    margin_ns: int
+    """Margin on the predicted duration of a step, from the quantile of the model's errors."""
+    journal_dropped: int
+    """Gate transitions that were lost because rosed did not fetch them in time."""

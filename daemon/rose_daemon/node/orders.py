@@ -13,7 +13,7 @@ from rose.errors import ConfigError, NotFound, RoseError
 from rose.units import ReplicaId
 from rose_daemon.node.driver import NodeDriver
 
-_MODES = {"closed": GateMode.CLOSED, "strict": GateMode.STRICT, "open": GateMode.OPEN}
+_MODES = {mode.name.lower(): mode for mode in GateMode}
 
 
 class Orders:

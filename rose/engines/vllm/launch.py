@@ -102,7 +102,7 @@ def rollout_command(
         name=replica.id,
         run_dir=config.node.run_dir,
         token_file=str(config.engine_token_file),
-        serving_name=config.serving.name if opportunistic else "",
+        serving_name=",".join(config.serving.boards or (config.serving.name,)) if opportunistic else "",
         ttft_slo_ms=config.serving.ttft_slo_ms,
         tpot_slo_ms=config.serving.tpot_slo_ms,
         board_stale_ms=config.admission.board_stale_ms,

@@ -28,7 +28,8 @@ class PluginSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     token_file: str
     """File that holds the bearer token of our endpoints (mode 0600)."""
     serving_name: str = ""
-    """Rollout only: the serving engine whose slack is obeyed; empty for a dedicated replica."""
+    """Rollout only: the serving engine whose slack is obeyed, or several, comma-separated, for a replica over
+    several devices; empty for a dedicated replica."""
     ttft_slo_ms: float = 250
     tpot_slo_ms: float = 60
     board_stale_ms: float = 1000
@@ -40,6 +41,11 @@ class PluginSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Cores of the API server and the core loop, comma-separated; empty leaves their affinity alone."""
     allow_untested: bool = False
     """Load beside a vLLM release that was not tested."""
+
+    @property
+    def serving_names(self) -> tuple[str, ...]:
+        """The serving engines (or ranks) whose slack boards are obeyed."""
+        return tuple(name for name in self.serving_name.split(",") if name)
 
     @property
     def worker_cores(self) -> frozenset[int]:
