@@ -210,6 +210,8 @@ class ServingLatency:
         self._step_tokens_max = step_tokens_max
         self.prefill = SharedStepLatency()
         self.decode = SharedStepLatency()
+        self.drift_permille = _NO_DRIFT
+        """That of the model, of the two, which is further off."""
 
     def observe(self, prompt_tokens: int, decodes: int, duration_ns: int, *, co_running: int = 0) -> None:
         """Learn from one step.  Decodes that rode along with a prefill count as part of its cost."""
@@ -217,6 +219,8 @@ class ServingLatency:
             self.prefill.observe(prompt_tokens, duration_ns, co_running=co_running)
         else:
             self.decode.observe(decodes, duration_ns, co_running=co_running)
+        drifts = (self.prefill.model().drift_permille, self.decode.model().drift_permille)
+        self.drift_permille = max(drifts, key=lambda drift: abs(drift - _NO_DRIFT))
 
     def prefill_ns(self, prompt_tokens: int, *, co_running: int = 0) -> int:
         """T_prefill: how long these prompt tokens take, in as many steps as they need; 0 if not known."""
@@ -230,9 +234,3 @@ class ServingLatency:
         """T_decode: how long a step with `batch` decoding sequences takes; 0 if not known."""
         model = self.decode.model(co_running=co_running)
         return model.predict_ns(batch) if model.calibrated else 0
-
-    @property
-    def drift_permille(self) -> int:
-        """That of the model which is further off."""
-        drifts = (self.prefill.model().drift_permille, self.decode.model().drift_permille)
-        return max(drifts, key=lambda drift: abs(drift - _NO_DRIFT))
