@@ -369,6 +369,10 @@ class BoardPaths(NamedTuple):
         """ReplicaReading of one rollout engine."""
         return self.run_dir / f"replica-{replica}.board"
 
+    def transitions(self, replica: str) -> Path:
+        """Ring of GateTransition of one rollout engine."""
+        return self.run_dir / f"gate-{replica}.ring"
+
 
 __all__ = [
     "Activity", "Bell", "BoardPaths", "BoardReader", "BoardWriter", "GatePolicy", "Owner", "ReplicaReading",

@@ -166,3 +166,40 @@ class ReplicaReading(NamedTuple):
     """Margin on the predicted duration of a step, from the quantile of the model's errors."""
     journal_dropped: int
     """Gate transitions that were lost because rosed did not fetch them in time."""
+
+
+class GateTransition(NamedTuple):
+    """A gate changed its answer or the reason for it, and what it went by.  Kept in a ring (`rose.rings`)."""
+
+    at_ns: int
+    number: int
+    """Counts the transitions of one engine; a gap means that some were dropped."""
+    tokens: int
+    """The answer, with the next two."""
+    valid_until_ns: int
+    reason: int
+    """A GateReason."""
+    in_flight_ns: int
+    mode: int
+    """The policy, with the next four; -1 if it was unknown."""
+    policy_revision: int
+    token_cap: int
+    alive_until_ns: int
+    policy_margin_ns: int
+    board_known: int
+    """0 if the serving board was unknown (then the words of it are 0), -1 for a dedicated replica."""
+    stamp_ns: int
+    waiting: int
+    running: int
+    in_step: int
+    pending_prefill_tokens: int
+    ttft_deadline_ns: int
+    tpot_deadline_ns: int
+    prefill_p99_ns: int
+    prefill_predicted_ns: int
+    decode_predicted_ns: int
+    step_ns: int
+    """T_rollout of a step of one token, and of 512 tokens: the two determine the affine model."""
+    step_512_ns: int
+    margin_ns: int
+    """The model's own margin."""

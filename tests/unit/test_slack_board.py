@@ -29,7 +29,7 @@ def settings(run_dir: Path, **more: Any) -> PluginSettings:
         "run_dir": str(run_dir),
         "token_file": "t",
     }
-    return PluginSettings(run_dir=str(run_dir), **(fields | more))
+    return PluginSettings(**(fields | more))
 
 
 def read(paths: BoardPaths, name: str = "serving") -> SlackReading:

@@ -25,14 +25,14 @@ def build(measured: Measured) -> dict[str, Any]:
     budgets = options.budgets
     modes = {str(mode): _mode(of_mode(runs, mode), budgets, options.seed) for mode in options.modes}
     reference = modes.get(str(Mode.ROLLOUT_ALONE), {}).get("rollout_tokens_per_s")
-    busy_share = modes.get(str(Mode.ALONE), {}).get("serving_busy_share")
+    busy_share: float | None = modes.get(str(Mode.ALONE), {}).get("serving_busy_share")
     for figures in modes.values():
         rate = figures["rollout_tokens_per_s"]
-        share = rate / reference if rate is not None and reference else None
+        share: float | None = rate / reference if rate is not None and reference else None
         figures["share_of_reference"] = rounded(share, 4)
-        attainable = share is not None and busy_share is not None and busy_share < 1
         # What serving alone leaves of the device: nobody can give rollout more without taking from serving.
-        figures["share_of_attainable"] = round(share / (1 - busy_share), 4) if attainable else None
+        known = share is not None and busy_share is not None and busy_share < 1
+        figures["share_of_attainable"] = round(share / (1 - busy_share), 4) if known else None
     report = head("bench coserve", measured.started_at) | {
         "budgets": {"ttft_ms": budgets.ttft_ms, "tpot_ms": budgets.tpot_ms},
         "modes": modes,

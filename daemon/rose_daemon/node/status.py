@@ -39,6 +39,7 @@ class Surroundings(msgspec.Struct, frozen=True, kw_only=True):
     """Job that each leased replica is promised to."""
     relay_error: str
     journal_lost: int
+    gate_transitions_lost: int
 
 
 def status_body(
@@ -83,7 +84,10 @@ def status_body(
         },
         "last_update": _update(history.latest(), view.now_ns),
         "updates": [_update(update, view.now_ns) for update in history],
-        "journal": {"lost": around.journal_lost},
+        "journal": {
+            "lost": around.journal_lost,
+            "gate_transitions_lost": around.gate_transitions_lost,
+        },
         "healthy": not problems,
         "problems": problems,
     }

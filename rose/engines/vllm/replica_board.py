@@ -114,7 +114,7 @@ class ReplicaBoard:
                 weight_version=weight_version,
                 drift_permille=gate.drift_permille,
                 margin_ns=gate.margin_ns,
-                journal_dropped=0,
+                journal_dropped=gate.journal_dropped,
             )
         )
 

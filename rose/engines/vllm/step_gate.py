@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 from rose.boards import Bell, Owner, WatchedBoard
 from rose.core.admission import Admission, AdmissionGate, strictest
-from rose.core.readings import GateMode, GatePolicy, LimitStatus, SlackReading, Unknown
+from rose.core.readings import GateMode, GatePolicy, GateTransition, LimitStatus, SlackReading, Unknown
 from rose.engines.vllm.settings import PluginSettings
+from rose.rings import RingWriter
 from rose.units import NS_PER_MS, ms_to_ns
 
 WAIT_NS_MAX = 50 * NS_PER_MS
@@ -21,6 +22,7 @@ _NO_BELL_POLL_NS = 5 * NS_PER_MS
 
 
 _BUSY = -1
+_NO_BOARD = SlackReading(*[0] * len(SlackReading._fields))
 
 
 class StepInFlight(NamedTuple):
@@ -44,6 +46,9 @@ class StepGate:
         self._slack_boards = [
             WatchedBoard(boards.slack(name), SlackReading) for name in settings.serving_names
         ]
+        boards.run_dir.mkdir(parents=True, exist_ok=True)
+        self._journal = RingWriter(boards.transitions(settings.name), GateTransition)
+        self._journalled = 0
         self._stale_ns = ms_to_ns(settings.board_stale_ms)
         self._admission = AdmissionGate(step_tokens_max=step_tokens_max)
         self._serving_steps = _BUSY
@@ -70,8 +75,52 @@ class StepGate:
                 for step in in_flight
             )
             admission = self._admission.decide(slack, self.policy, now_ns, in_flight_ns=ahead_ns)
+            if self.last is None or (admission.open, admission.reason) != (self.last.open, self.last.reason):
+                self._note(admission, slack, now_ns, ahead_ns)
             self._count(admission, now_ns)
             return admission
+
+    def _note(
+        self, admission: Admission, slack: SlackReading | Unknown | None, now_ns: int, ahead_ns: int
+    ) -> None:
+        """Journal what changed, with all that it was decided by."""
+        policy = None if isinstance(self.policy, Unknown) else self.policy
+        board = slack if isinstance(slack, SlackReading) else _NO_BOARD
+        latency = self._admission.latency
+        self._journalled += 1
+        transition = GateTransition(
+            at_ns=now_ns,
+            number=self._journalled,
+            tokens=admission.tokens,
+            valid_until_ns=admission.valid_until_ns,
+            reason=admission.reason,
+            in_flight_ns=ahead_ns,
+            mode=policy.mode if policy else -1,
+            policy_revision=policy.revision if policy else -1,
+            token_cap=policy.token_cap if policy else -1,
+            alive_until_ns=policy.alive_until_ns if policy else -1,
+            policy_margin_ns=policy.margin_ns if policy else -1,
+            board_known=-1 if slack is None else int(board is slack),
+            stamp_ns=board.stamp_ns,
+            waiting=board.waiting,
+            running=board.running,
+            in_step=board.in_step,
+            pending_prefill_tokens=board.pending_prefill_tokens,
+            ttft_deadline_ns=board.ttft_deadline_ns,
+            tpot_deadline_ns=board.tpot_deadline_ns,
+            prefill_p99_ns=board.prefill_p99_ns,
+            prefill_predicted_ns=board.prefill_predicted_ns,
+            decode_predicted_ns=board.decode_predicted_ns,
+            step_ns=latency.predict_ns(1),
+            step_512_ns=latency.predict_ns(512),
+            margin_ns=latency.margin_ns(),
+        )
+        self._journal.write(transition)
+
+    @property
+    def journal_dropped(self) -> int:
+        """Transitions that found no room in the ring."""
+        return self._journal.dropped
 
     def _read_slack(self, now_ns: int) -> SlackReading | Unknown | None:
         if not self._slack_boards:
