@@ -25,14 +25,12 @@ def build(measured: Measured) -> dict[str, Any]:
     budgets = options.budgets
     modes = {str(mode): _mode(of_mode(runs, mode), budgets, options.seed) for mode in options.modes}
     reference = modes.get(str(Mode.ROLLOUT_ALONE), {}).get("rollout_tokens_per_s")
-    busy_share: float | None = modes.get(str(Mode.ALONE), {}).get("serving_busy_share")
+    busy_share = modes.get(str(Mode.ALONE), {}).get("serving_busy_share")
+    # What serving alone leaves of the device: nobody can give rollout more without taking from serving.
+    attainable = None if busy_share is None or reference is None else reference * (1 - busy_share)
     for figures in modes.values():
-        rate = figures["rollout_tokens_per_s"]
-        share: float | None = rate / reference if rate is not None and reference else None
-        figures["share_of_reference"] = rounded(share, 4)
-        # What serving alone leaves of the device: nobody can give rollout more without taking from serving.
-        known = share is not None and busy_share is not None and busy_share < 1
-        figures["share_of_attainable"] = round(share / (1 - busy_share), 4) if known else None
+        figures["share_of_reference"] = _share(figures["rollout_tokens_per_s"], reference)
+        figures["share_of_attainable"] = _share(figures["rollout_tokens_per_s"], attainable)
     report = head("bench coserve", measured.started_at) | {
         "budgets": {"ttft_ms": budgets.ttft_ms, "tpot_ms": budgets.tpot_ms},
         "modes": modes,
@@ -44,6 +42,10 @@ def build(measured: Measured) -> dict[str, Any]:
     }
     code = verdict(report)
     return report | {"ok": code is Exit.OK, "exit_code": int(code)}
+
+
+def _share(value: float | None, whole: float | None) -> float | None:
+    return round(value / whole, 4) if value is not None and whole else None
 
 
 def verdict(report: dict[str, Any]) -> Exit:
