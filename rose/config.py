@@ -127,6 +127,8 @@ class ReplicaConfig(_Section, frozen=True):
     """Longest context, prompt and answer together."""
     sequences_max: int = 16
     """Most requests that run at once."""
+    profile: str = ""
+    """Latency profile to start from, as `rose profile` wrote it; empty: it learns from its own steps."""
     engine_args: tuple[str, ...] = ()
     """More arguments for the vLLM server."""
 

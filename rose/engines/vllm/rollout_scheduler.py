@@ -52,12 +52,15 @@ class RolloutMixin:
     max_model_len: int
     connector: Any
     pause_state: PauseState
+    vllm_config: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         settings = PluginSettings.require("rollout")
         self._rose_lock = threading.RLock()
         self._rose_gate = StepGate(settings, step_tokens_max=self.max_num_scheduled_tokens)
+        if (profile := settings.profile(self.vllm_config)) is not None:
+            self._rose_gate.start_from(profile)
         self._rose_kv = KvBudget(self)
         self._rose_ended: list[tuple[Any, str]] = []
         self._rose_steps: deque[StepInFlight] = deque()

@@ -38,6 +38,8 @@ class ServingMixin:
         kv_blocks = self.kv_cache_manager.block_pool.num_gpu_blocks - 1
         shape = RankShape.of(self.vllm_config)
         self._rose_board = SlackBoard(settings, kv_blocks, self.max_num_scheduled_tokens, shape)
+        if (profile := settings.profile(self.vllm_config)) is not None:
+            self._rose_board.start_from(profile)
         self._rose_publish(time.monotonic_ns())
 
     def _rose_publish(self, since_ns: int) -> None:

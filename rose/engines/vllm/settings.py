@@ -8,12 +8,14 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
 from rose.boards import BoardPaths
 from rose.errors import ConfigError
+from rose.profile import Fingerprint, Profile
+from rose.profile import load as load_profile
 
 
 class PluginSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -39,6 +41,8 @@ class PluginSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Run the workers under SCHED_IDLE."""
     api_cpus: str = ""
     """Cores of the API server and the core loop, comma-separated; empty leaves their affinity alone."""
+    profile_file: str = ""
+    """Latency profile to start from; empty: none."""
     allow_untested: bool = False
     """Load beside a vLLM release that was not tested."""
 
@@ -56,6 +60,14 @@ class PluginSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def api_cores(self) -> frozenset[int]:
         """`api_cpus` as numbers.  Raises ConfigError."""
         return _cores("api_cpus", self.api_cpus)
+
+    def profile(self, vllm_config: Any) -> Profile | None:
+        """The latency profile for an engine of that configuration, if one is named.  Raises ConfigError."""
+        if not self.profile_file:
+            return None
+        device: Literal["cpu", "cuda"] = "cpu" if vllm_config.device_config.device_type == "cpu" else "cuda"
+        model = Path(vllm_config.model_config.model)
+        return load_profile(Path(self.profile_file), Fingerprint.here(device, len(self.worker_cores), model))
 
     @property
     def boards(self) -> BoardPaths:

@@ -16,6 +16,7 @@ from rose.core.slo import SlackTracker, SloBudgets
 from rose.engines.vllm.neighbours import Neighbours
 from rose.engines.vllm.settings import PluginSettings
 from rose.engines.vllm.step_gate import GateBells
+from rose.profile import Profile
 from rose.units import ms_to_ns
 
 _LEARN_DECODES_EVERY = 4
@@ -93,6 +94,13 @@ class SlackBoard:
             target=self._beat, args=(ms_to_ns(settings.board_stale_ms) / 4e9,), name="rose-slack", daemon=True
         )
         beat.start()
+
+    def start_from(self, profile: Profile) -> None:
+        """Let the latency models begin with what was measured beforehand."""
+        for step in profile.prefill:
+            self.tracker.observe_step(step.load, 0, step.duration_ns)
+        for step in profile.decode:
+            self.tracker.observe_step(0, step.load, step.duration_ns)
 
     def step_began(self, now_ns: int, prompt_tokens: int, decodes: int) -> None:
         """A step with tokens was scheduled."""

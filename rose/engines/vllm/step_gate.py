@@ -13,6 +13,7 @@ from rose.boards import Bell, Owner, WatchedBoard
 from rose.core.admission import Admission, AdmissionGate, strictest
 from rose.core.readings import GateMode, GatePolicy, GateTransition, LimitStatus, SlackReading, Unknown
 from rose.engines.vllm.settings import PluginSettings
+from rose.profile import Profile
 from rose.rings import RingWriter
 from rose.units import NS_PER_MS, ms_to_ns
 
@@ -202,6 +203,11 @@ class StepGate:
             if bell is not None and bell.rings != rings:
                 break
         return admission, now_ns - started_ns
+
+    def start_from(self, profile: Profile) -> None:
+        """Let the latency model begin with what was measured beforehand."""
+        for step in (*profile.prefill, *profile.decode):
+            self._admission.observe_step(step.load, step.duration_ns)
 
     def step_began(self, tokens: int, now_ns: int) -> StepInFlight:
         """A step of that many tokens was given to the worker; hand it back when it ends."""
