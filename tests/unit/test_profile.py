@@ -100,7 +100,7 @@ def test_what_cannot_be_told_is_an_error(tmp_path: Path, model: Path) -> None:
     if not Path("/proc/driver/nvidia/gpus").exists():
         with pytest.raises(ConfigError, match="no NVIDIA GPU"):
             Fingerprint.here("cuda", 0, model)
-    with pytest.raises(ConfigError, match="Not a directory|File exists"):
+    with pytest.raises(ConfigError, match=r"Not a directory|File exists"):
         made(model).save(model / "config.json" / "profile.json")
 
 
