@@ -123,7 +123,8 @@ class AdmissionGate:
             return None
         margin_ns = self._margin_ns(policy)
         prefill_ns = slack.prefill_predicted_ns or slack.prefill_p99_ns
-        bearable_ns = policy.ttft_slo_ns - prefill_ns - margin_ns
+        # Whoever arrives now waits for the decode step in flight as well (ours).
+        bearable_ns = policy.ttft_slo_ns - slack.decode_predicted_ns - prefill_ns - margin_ns
         end_ns = slack.tpot_deadline_ns - margin_ns
         left_ns = min(end_ns - now_ns, bearable_ns) - max(0, in_flight_ns)
         tokens = self.latency.largest_within(left_ns, self._policy_cap(policy))

@@ -84,8 +84,8 @@ def test_a_step_that_fits_in_the_slack_runs_beside_decodes() -> None:
 
 
 def test_an_arrival_that_is_not_there_yet_bounds_the_step_too() -> None:
-    """250 ms - 200 ms for its prefill - 5 ms margin leave 45 ms: 80 tokens."""
-    slack = DECODING._replace(prefill_predicted_ns=ms_to_ns(200), tpot_deadline_ns=NOW_NS + NS_PER_S)
+    """250 ms - 185 ms for its prefill - 15 ms for the decode in flight - 5 ms margin: 45 ms, 80 tokens."""
+    slack = DECODING._replace(prefill_predicted_ns=ms_to_ns(185), tpot_deadline_ns=NOW_NS + NS_PER_S)
     admission = calibrated().decide(slack, SLACK, NOW_NS)
     assert admission.tokens in {79, 80}
     assert admission.valid_until_ns > NOW_NS + ms_to_ns(900)
@@ -93,7 +93,7 @@ def test_an_arrival_that_is_not_there_yet_bounds_the_step_too() -> None:
 
 def test_an_observed_prefill_stands_in_for_a_predicted_one() -> None:
     slack = DECODING._replace(
-        prefill_predicted_ns=0, prefill_p99_ns=ms_to_ns(200), tpot_deadline_ns=NOW_NS + NS_PER_S
+        prefill_predicted_ns=0, prefill_p99_ns=ms_to_ns(185), tpot_deadline_ns=NOW_NS + NS_PER_S
     )
     assert calibrated().decide(slack, SLACK, NOW_NS).tokens in {79, 80}
 
@@ -179,7 +179,7 @@ def test_never_more_than_fits(
     margin_ns = max(policy.margin_ns, gate.latency.margin_ns())
     needed_ns = gate.latency.predict_ns(admission.tokens) + margin_ns + in_flight_ns
     assert NOW_NS + needed_ns <= slack.tpot_deadline_ns
-    assert needed_ns + slack.prefill_predicted_ns <= policy.ttft_slo_ns
+    assert needed_ns + slack.decode_predicted_ns + slack.prefill_predicted_ns <= policy.ttft_slo_ns
     assert NOW_NS <= admission.valid_until_ns <= policy.alive_until_ns
     # The answer does stand until then, for that many tokens.
     later_ns = admission.valid_until_ns
