@@ -70,7 +70,8 @@ class Host:
 
     @property
     def environ(self) -> dict[str, str]:
-        return {**os.environ, "PYTHONPATH": str(HERE)}
+        path = os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH"))))
+        return {**os.environ, "PYTHONPATH": path}
 
     def start(self, builder: str) -> None:
         with self.errors.open("w") as errors:
