@@ -125,6 +125,7 @@ def test_a_replica_over_several_devices_obeys_all_their_boards() -> None:
     assert shared is not None
     assert shared.serving_names == ("serving", "serving-dp1")
     assert shared.profile_file == "/p.json"
+    assert settings(serving_name=",").serving_names == ("", "")
 
 
 def test_sizes_reach_the_command_line() -> None:

@@ -48,8 +48,11 @@ class PluginSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def serving_names(self) -> tuple[str, ...]:
-        """The serving engines (or ranks) whose slack boards are obeyed."""
-        return tuple(name for name in self.serving_name.split(",") if name)
+        """The serving engines (or ranks) whose slack boards are obeyed.
+
+        An empty name among them is kept: a board that is never there closes the gate, none at all opens it.
+        """
+        return tuple(self.serving_name.split(",")) if self.serving_name else ()
 
     @property
     def worker_cores(self) -> frozenset[int]:
