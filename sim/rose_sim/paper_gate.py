@@ -1,6 +1,6 @@
 """The paper's dual-slack admission by the simulator's own cost model.
 
-`AdmissionGate` needs predictions of serving's steps on the board for mode SLACK, and decides as STRICT without
+`AdmissionGate` needs predictions of serving steps on the board for mode SLACK, and is STRICT without
 them.  The simulator knows those durations exactly, and publishes none.  This class asks the real gate first;
 only where that says no because serving runs, and the mode is SLACK, it applies the paper's rule: tokens are
 admitted if both slacks stay positive after the rollout step.
