@@ -142,6 +142,7 @@ def _serving(config: Config, view: NodeView, around: Surroundings) -> dict[str, 
         "running": serving.running,
         "ttft_slack_ms": serving.ttft_slack_ms,
         "tpot_slack_ms": serving.tpot_slack_ms,
+        "drift": serving.drift,
         "kv_used_share": kv_used_share,
     }
 
