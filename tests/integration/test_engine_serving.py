@@ -142,8 +142,9 @@ def test_rollout_goes_on_beside_decodes_as_far_as_budgets_allow(strict: EnginePa
     """And a gate that opens and closes from step to step changes no token."""
     reference = strict.rollout.complete("rollout", PROMPT, 900)["token_ids"]
     for tokens in range(8, 136, 8):  # let both engines see steps of several sizes alone
-        strict.serving.complete("serving", list(range(300, 300 + tokens)), 4)
-        strict.rollout.complete("rollout", list(range(300, 300 + tokens)), 4)
+        prompt = [(7 * tokens + position) % 250 for position in range(tokens)]  # no prefix of another one
+        strict.serving.complete("serving", prompt, 4)
+        strict.rollout.complete("rollout", prompt, 4)
     strict.gate.set(mode=GateMode.SLACK)
     serving = InThread(lambda: strict.serving.complete("serving", PROMPT, 400))
     wait_for(lambda: strict.slack().tpot_deadline_ns != NEVER, "serving decodes")
