@@ -3,11 +3,12 @@
 A board is one page in a file under /dev/shm.  It has a single writer and any number of readers.
 The writer alternates between two slots; each slot carries a checksum over its sequence number and
 words, so that a torn read, a truncated file or a foreign layout is `Unknown`, never a wrong number.
-A bell (futex word) on the page lets one process wake another out of a bounded wait.
+A bell (futex word) on the page lets one process wake another out of a bounded wait, and two activity words
+say whether the owner has work on the device at this instant, cheaper than a whole record.
 
 Layout, little-endian: magic u64 | layout u32 | words u32 | owner pid i64 | owner start ticks i64 |
 sequence u64 | ... | slot 0 at 64 | slot 1 at 1024 | bell u32 at 3072.  Slot: sequence u64, words
-i64 x n, crc32 u64.
+i64 x n, crc32 u64.  After the bell: awaited u32 | busy since i64 | busy i64 (nanoseconds).
 """
 
 from __future__ import annotations
@@ -31,7 +32,11 @@ _MAGIC = 0x3144_5242_4553_4F52  # "ROSEBRD1"
 _SEQUENCE_AT = 32
 _SLOTS_AT = (64, 1024)
 _BELL_AT = 3072
+_AWAITED_AT = 3076
+_ACTIVITY_AT = 3080
+_LOW_HALF = 0xFFFF
 _HEADER = struct.Struct("<QIIqqQ")
+_U64 = struct.Struct("<Q")
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
 _FUTEX_CALL = {"x86_64": 202, "aarch64": 98}
 
@@ -100,10 +105,16 @@ class _Timespec(ctypes.Structure):
 
 
 class Bell:
-    """A futex word: `wait` sleeps until somebody rings or the time is over.  Waiting frees the GIL."""
+    """A futex word: `wait` sleeps until somebody rings or the time is over.  Waiting frees the GIL.
+
+    A ring means that there is something to do.  A nudge only means "look again", and is free of system calls
+    unless the waiting side has asked for it by `awaited`.  Rings are counted in the low half of the word,
+    nudges in the high half.
+    """
 
     def __init__(self, page: mmap.mmap) -> None:
         self._word = ctypes.c_uint32.from_buffer(page, _BELL_AT)
+        self._awaited = ctypes.c_uint32.from_buffer(page, _AWAITED_AT)
         self._address = ctypes.byref(self._word)
         self._libc = ctypes.CDLL(None, use_errno=True)
         self._call = _FUTEX_CALL.get(platform.machine())
@@ -112,12 +123,36 @@ class Bell:
 
     @property
     def count(self) -> int:
-        """Number of rings so far, modulo 2^32."""
+        """Changes with every ring and every nudge."""
         return int(self._word.value)
+
+    @property
+    def rings(self) -> int:
+        """Number of rings so far, modulo 2^16."""
+        return int(self._word.value) & _LOW_HALF
+
+    @property
+    def awaited(self) -> bool:
+        """Whether the waiting side wants nudges now."""
+        return bool(self._awaited.value)
+
+    @awaited.setter
+    def awaited(self, wanted: bool) -> None:
+        self._awaited.value = int(wanted)
 
     def ring(self) -> None:
         """Wake every process that waits on this bell."""
-        self._word.value = (self._word.value + 1) & 0xFFFF_FFFF
+        word = self._word.value
+        self._word.value = (word & ~_LOW_HALF) | ((word + 1) & _LOW_HALF)
+        self._wake()
+
+    def nudge(self) -> None:
+        """Wake them if they asked for it: what they wait for may have come nearer."""
+        if self._awaited.value:
+            self._word.value = (self._word.value + _LOW_HALF + 1) & 0xFFFF_FFFF
+            self._wake()
+
+    def _wake(self) -> None:
         self._libc.syscall(self._call, self._address, _FUTEX_WAKE, 0x7FFF_FFFF, None, None, 0)
 
     def wait(self, seen: int, timeout_ns: int) -> None:
@@ -127,6 +162,39 @@ class Bell:
         limit = _Timespec(timeout_ns // NS_PER_S, timeout_ns % NS_PER_S)
         expected = ctypes.c_uint32(seen)
         self._libc.syscall(self._call, self._address, _FUTEX_WAIT, expected, ctypes.byref(limit), None, 0)
+
+
+class Activity:
+    """Whether the board's owner has work on the device, and how long it had so far.
+
+    Two plain words without a checksum: a reader may be off by the step that begins or ends at that instant.
+    Good for telling what ran beside a step; no gate may hang on it.
+    """
+
+    def __init__(self, page: mmap.mmap) -> None:
+        self._since = ctypes.c_int64.from_buffer(page, _ACTIVITY_AT)
+        self._busy = ctypes.c_int64.from_buffer(page, _ACTIVITY_AT + 8)
+
+    def begin(self, now_ns: int) -> None:
+        """Work was given to the device."""
+        if not self._since.value:
+            self._since.value = now_ns
+
+    def end(self, now_ns: int, *, more: bool) -> None:
+        """A piece of it is done; `more` is in flight."""
+        since_ns = self._since.value
+        self._since.value = now_ns if more else 0
+        if since_ns:
+            self._busy.value += max(0, now_ns - since_ns)
+
+    def clear(self) -> None:
+        """A new owner has nothing in flight."""
+        self._since.value = 0
+
+    def busy_ns(self, now_ns: int) -> int:
+        """Time with work on the device up to now; only differences mean anything."""
+        since_ns = self._since.value
+        return int(self._busy.value) + (max(0, now_ns - since_ns) if since_ns else 0)
 
 
 class _Mapping(Generic[RecordT]):
@@ -149,6 +217,7 @@ class _Mapping(Generic[RecordT]):
         finally:
             os.close(descriptor)
         self.bell = Bell(self._page)
+        self.activity = Activity(self._page)
 
 
 class BoardWriter(_Mapping[RecordT]):
@@ -159,6 +228,8 @@ class BoardWriter(_Mapping[RecordT]):
 
     def __init__(self, path: Path, kind: type[RecordT]) -> None:
         super().__init__(path, kind, create=True)
+        self.activity.clear()
+        self._view = memoryview(self._page)
         pid = os.getpid()
         self._sequence = int.from_bytes(self._page[_SEQUENCE_AT : _SEQUENCE_AT + 8], "little")
         _HEADER.pack_into(
@@ -171,8 +242,8 @@ class BoardWriter(_Mapping[RecordT]):
         offset = _SLOTS_AT[sequence & 1]
         end = offset + self._slot.size
         self._slot.pack_into(self._page, offset, sequence, *record)
-        self._page[end : end + 8] = zlib.crc32(self._page[offset:end]).to_bytes(8, "little")
-        self._page[_SEQUENCE_AT : _SEQUENCE_AT + 8] = sequence.to_bytes(8, "little")
+        _U64.pack_into(self._page, end, zlib.crc32(self._view[offset:end]))
+        _U64.pack_into(self._page, _SEQUENCE_AT, sequence)
         self._sequence = sequence
 
 
@@ -236,6 +307,11 @@ class WatchedBoard(Generic[RecordT]):
         return self._reader.bell if self._reader else None
 
     @property
+    def activity(self) -> Activity | None:
+        """The activity words on the board's page, once the board is there."""
+        return self._reader.activity if self._reader else None
+
+    @property
     def owner(self) -> Owner | None:
         """The process that writes the board, once the board is there."""
         return self._reader.owner if self._reader else None
@@ -293,8 +369,12 @@ class BoardPaths(NamedTuple):
         """ReplicaReading of one rollout engine."""
         return self.run_dir / f"replica-{replica}.board"
 
+    def transitions(self, replica: str) -> Path:
+        """Ring of GateTransition of one rollout engine."""
+        return self.run_dir / f"gate-{replica}.ring"
+
 
 __all__ = [
-    "Bell", "BoardPaths", "BoardReader", "BoardWriter", "GatePolicy", "Owner", "ReplicaReading",
+    "Activity", "Bell", "BoardPaths", "BoardReader", "BoardWriter", "GatePolicy", "Owner", "ReplicaReading",
     "SlackReading", "WatchedBoard", "process_start_ticks",
 ]  # fmt: skip

@@ -87,6 +87,9 @@ class ServingConfig(_Section, frozen=True):
 
     name: str = "serving"
     """Name the serving engine's plugin was given; names its board."""
+    boards: tuple[str, ...] = ()
+    """Boards that the opportunistic replicas obey, where they share several devices with serving (rank 1 of a
+    data-parallel engine writes `<name>-dp1`, and so on); empty means `name` alone."""
     url: str = ""
     """Its base URL; empty: no serving engine here (a host of dedicated replicas)."""
     ttft_slo_ms: float = 250
@@ -126,6 +129,8 @@ class ReplicaConfig(_Section, frozen=True):
     """Longest context, prompt and answer together."""
     sequences_max: int = 16
     """Most requests that run at once."""
+    profile: str = ""
+    """Latency profile to start from, as `rose profile` wrote it; empty: it learns from its own steps."""
     engine_args: tuple[str, ...] = ()
     """More arguments for the vLLM server."""
 
@@ -133,8 +138,9 @@ class ReplicaConfig(_Section, frozen=True):
 class AdmissionConfig(_Section, frozen=True):
     """When rollout tokens may run beside serving."""
 
-    mode: Literal["strict", "closed", "open"] = "strict"
-    """strict: only while serving is idle.  open harms serving: for benchmarks."""
+    mode: Literal["strict", "slack", "closed", "open"] = "strict"
+    """strict: only while serving is idle.  slack: also beside decoding requests, as far as their budgets
+    allow.  open harms serving: for benchmarks."""
     token_cap: int = 512
     """Most rollout tokens in one step of an open gate."""
     margin_ms: float = 5

@@ -144,6 +144,9 @@ def _check_addresses(config: Config, refuse: _Refuse) -> None:
     for key, name in names.items():
         if not _NAME.fullmatch(name):
             refuse(key, f"{name!r} is not a name", _NAME_HINT)
+    for board in config.serving.boards:
+        if not _NAME.fullmatch(board):
+            refuse("serving.boards", f"{board!r} is not a name", _NAME_HINT)
     control = _parts(scheduler.control)
     if control is None or not (control.scheme == "ipc" or (control.scheme == "tcp" and control.port)):
         why = f"{scheduler.control!r} is not a ZMQ address"

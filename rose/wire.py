@@ -109,7 +109,7 @@ class ReclaimRequest(Message, frozen=True):
 
 
 class GateRequest(Message, frozen=True):
-    """Override a replica's gate mode by name (closed, strict, open), or None to take the override back."""
+    """Override a replica's gate mode by name (closed, strict, slack, open); None takes the override back."""
 
     replica: ReplicaId
     mode: str | None

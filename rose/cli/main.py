@@ -45,6 +45,7 @@ _SUMMARY = {
     "relay": "Run the relay that weight versions go through.",
     "demo": "Run the whole system on this machine and report.",
     "bench": "Measure: co-serving, deltas, gateway, cluster.",
+    "profile": "Measure how long the steps of a model take on this host.",
     "sim": "Run or reproduce experiments in the simulator.",
 }
 """One line a command, here so that help need not import the commands."""

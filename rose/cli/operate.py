@@ -25,6 +25,7 @@ class Mode(StrEnum):
 
     closed = "closed"
     strict = "strict"
+    slack = "slack"
     open = "open"
     auto = "auto"
 

@@ -6,14 +6,17 @@ is not idle: whatever cannot be read closes the gate, never serving.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from rose.core.latency import StepLatency
+from rose.core.latency import SharedStepLatency, StepLatency
 from rose.core.readings import NEVER, GateMode, GatePolicy, GateReason, SlackReading, Unknown
 from rose.units import NS_PER_S
 
 TOKENS_FLOOR = 32
 """The bound from the latency model never falls below this: tiny steps cost 3x throughput, bring nothing."""
+SLACK_TOKENS_MIN = 8
+"""Beside running requests a smaller cap than this counts as none, for the same reason."""
 LEASE_NS_MAX = 60 * NS_PER_S
 """No rosed promises to live longer than this; a later `alive_until_ns` means that the clock moved."""
 CLOCK_AHEAD_NS_MAX = NS_PER_S
@@ -41,12 +44,14 @@ class AdmissionGate:
     `step_tokens_max` is the engine's own limit for a step (it stands in for a policy without cap).
 
     CLOSED never opens.  STRICT opens while the serving engine provably has nothing to do: nothing waits,
-    nothing runs, no step is in flight.  SLACK decides as STRICT does: fitting steps into the slack of
-    running requests is not implemented yet, and the stricter answer is the safe one.  OPEN ignores serving.
+    nothing runs, no step is in flight.  SLACK also opens beside decoding requests, for as many tokens as are
+    predicted to fit in every slack; it is closed while a prefill waits or runs, and decides as STRICT does
+    beside an idle engine, or where either engine's latency model is not calibrated.  OPEN ignores serving.
 
     A step admitted to an idle device can still delay a request that arrives the moment after.  STRICT and
     SLACK therefore bound it to T_rollout(n) <= B_TTFT - T_prefill(p99) - margin (paper), with the latency
-    model calibrated by `observe_step`; before that, only the policy's cap applies.
+    model calibrated by `observe_step`; before that, only the policy's cap applies.  Beside an idle engine the
+    bound has a floor, or else a model that once was too pessimistic would never see a step that corrects it.
 
     Beside a serving engine, every mode ends with the lease: when rosed stops renewing `alive_until_ns`
     nobody watches memory or serving any more, so even OPEN closes.  A dedicated replica (`slack` None) has
@@ -60,16 +65,30 @@ class AdmissionGate:
         self._step_tokens_max = step_tokens_max
         self._tokens_floor = tokens_floor
         self._last_policy: GatePolicy | None = None
-        self.latency = StepLatency()
+        self._shared_latency = SharedStepLatency()
 
-    def observe_step(self, tokens: int, duration_ns: int) -> None:
-        """A rollout step of `tokens` tokens took `duration_ns`; empty steps teach nothing."""
-        self.latency.observe(tokens, duration_ns)
+    @property
+    def latency(self) -> StepLatency:
+        """T_rollout.  Engines take turns on the device, so it is that of steps alone."""
+        return self._shared_latency.model()
+
+    def observe_step(self, tokens: int, duration_ns: int, *, co_running: int = 0) -> None:
+        """A rollout step took `duration_ns`, beside serving of that load; empty steps teach nothing."""
+        self._shared_latency.observe(tokens, duration_ns, co_running=co_running)
 
     def decide(
-        self, slack: SlackReading | Unknown | None, policy: GatePolicy | Unknown, now_ns: int
+        self,
+        slack: SlackReading | Unknown | None,
+        policy: GatePolicy | Unknown,
+        now_ns: int,
+        *,
+        in_flight_ns: int = 0,
     ) -> Admission:
-        """The answer for a step that would start at `now_ns`; `slack` None if there is no serving engine."""
+        """The answer for a step that would be given out at `now_ns`.
+
+        `slack` is None if there is no serving engine; see `strictest` for several.  `in_flight_ns` is the
+        time that this engine's steps already in flight still need (asynchronous scheduling).
+        """
         known = None if isinstance(policy, Unknown) or not _plausible(policy) else policy
         if slack is None:
             return self._dedicated(known)
@@ -80,15 +99,39 @@ class AdmissionGate:
             return closed
         if known.mode == GateMode.OPEN:
             return Admission(self._policy_cap(known), known.alive_until_ns, GateReason.OPEN_FORCED)
-        return self._beside_serving(slack, known, now_ns)
-
-    def _beside_serving(self, slack: SlackReading | Unknown, policy: GatePolicy, now_ns: int) -> Admission:
         if isinstance(slack, Unknown):
             return Admission(0, NEVER, GateReason.BOARD_UNKNOWN)
-        closed = _why_serving_forbids(slack, now_ns)
-        if closed is not None:
-            return closed
-        return Admission(self._idle_cap(slack, policy), policy.alive_until_ns, GateReason.OPEN_IDLE)
+        return (
+            _why_board_forbids(slack, now_ns)
+            or self._beside_decodes(slack, known, now_ns, in_flight_ns)
+            or _why_serving_forbids(slack)
+            or self._beside_idle(slack, known)
+        )
+
+    def _beside_idle(self, slack: SlackReading, policy: GatePolicy) -> Admission:
+        prefill_ns = slack.prefill_p99_ns
+        if policy.mode == GateMode.SLACK:
+            prefill_ns = slack.prefill_predicted_ns or prefill_ns
+        tokens = self._idle_cap(prefill_ns, policy)
+        return Admission(tokens, policy.alive_until_ns, GateReason.OPEN_IDLE)
+
+    def _beside_decodes(
+        self, slack: SlackReading, policy: GatePolicy, now_ns: int, in_flight_ns: int
+    ) -> Admission | None:
+        """As many tokens as fit in the slack and in what an arrival could bear; None where STRICT decides."""
+        if not _only_decodes(slack, policy) or not self.latency.calibrated or slack.decode_predicted_ns <= 0:
+            return None
+        margin_ns = self._margin_ns(policy)
+        prefill_ns = slack.prefill_predicted_ns or slack.prefill_p99_ns
+        # Whoever arrives now waits for the decode step in flight as well (ours).
+        bearable_ns = policy.ttft_slo_ns - slack.decode_predicted_ns - prefill_ns - margin_ns
+        end_ns = slack.tpot_deadline_ns - margin_ns
+        left_ns = min(end_ns - now_ns, bearable_ns) - max(0, in_flight_ns)
+        tokens = self.latency.largest_within(left_ns, self._policy_cap(policy))
+        if tokens < min(SLACK_TOKENS_MIN, self._policy_cap(policy)):
+            return Admission(0, NEVER, GateReason.SLACK_TOO_SMALL)  # time alone only makes it smaller
+        latest_start_ns = end_ns - self.latency.predict_ns(tokens) - max(0, in_flight_ns)
+        return Admission(tokens, min(policy.alive_until_ns, latest_start_ns), GateReason.OPEN_SLACK)
 
     def _dedicated(self, known: GatePolicy | None) -> Admission:
         policy = self._last_policy = known or self._last_policy
@@ -102,13 +145,15 @@ class AdmissionGate:
     def _policy_cap(self, policy: GatePolicy) -> int:
         return min(policy.token_cap or self._step_tokens_max, self._step_tokens_max)
 
-    def _idle_cap(self, slack: SlackReading, policy: GatePolicy) -> int:
+    def _margin_ns(self, policy: GatePolicy) -> int:
+        return max(policy.margin_ns, self.latency.margin_ns())
+
+    def _idle_cap(self, prefill_ns: int, policy: GatePolicy) -> int:
         """The policy's cap, less what an unlucky new arrival could not bear."""
         cap = self._policy_cap(policy)
         if not self.latency.calibrated:
             return cap
-        margin_ns = max(policy.margin_ns, self.latency.margin_ns())
-        bearable_ns = policy.ttft_slo_ns - slack.prefill_p99_ns - margin_ns
+        bearable_ns = policy.ttft_slo_ns - prefill_ns - self._margin_ns(policy)
         return min(cap, max(self._tokens_floor, self.latency.largest_within(bearable_ns, cap)))
 
 
@@ -128,14 +173,65 @@ def _why_policy_forbids(policy: GatePolicy, now_ns: int) -> Admission | None:
     return None
 
 
-def _why_serving_forbids(slack: SlackReading, now_ns: int) -> Admission | None:
-    """The closed answer, or None when the serving engine is provably idle."""
+def _why_board_forbids(slack: SlackReading, now_ns: int) -> Admission | None:
+    """The closed answer to a board that contradicts itself or the clock, or None."""
     if slack.stamp_ns > now_ns + CLOCK_AHEAD_NS_MAX:
         return Admission(0, slack.stamp_ns - CLOCK_AHEAD_NS_MAX, GateReason.CLOCK_JUMPED)
     if slack.waiting < 0 or slack.running < 0 or slack.in_step not in {0, 1}:
         return Admission(0, NEVER, GateReason.BOARD_UNKNOWN)
+    return None
+
+
+def _why_serving_forbids(slack: SlackReading) -> Admission | None:
+    """The closed answer, or None when the serving engine is provably idle."""
     if slack.waiting:
         return Admission(0, NEVER, GateReason.SERVING_WAITING)
     if slack.running or slack.in_step:
         return Admission(0, NEVER, GateReason.SERVING_RUNNING)
     return None
+
+
+def _only_decodes(slack: SlackReading, policy: GatePolicy) -> bool:
+    """Whether slack is to be used, and serving has decoding requests and no prefill, begun or not."""
+    return (
+        policy.mode == GateMode.SLACK
+        and slack.waiting == 0
+        and slack.running > 0
+        and slack.pending_prefill_tokens == 0
+        and slack.ttft_deadline_ns == NEVER
+        and slack.tpot_deadline_ns != NEVER
+    )
+
+
+def strictest(readings: Sequence[SlackReading | Unknown]) -> SlackReading | Unknown:
+    """What a replica over several devices, or beside several ranks, has to obey: the worst of each word.
+
+    Unknown if any board is.  A prediction is 0 (not known) if it is for a rank that needs it.  Words that say
+    nothing about slack are those of the first board.  Raises ValueError when there is no reading.
+    """
+    if not readings:
+        raise ValueError("no board to obey")
+    known: list[SlackReading] = []
+    for reading in readings:
+        if isinstance(reading, Unknown):
+            return reading
+        known.append(reading)
+    first = known[0]
+    if len(known) == 1:
+        return first
+    if any(each.waiting < 0 or each.running < 0 or each.in_step not in {0, 1} for each in known):
+        return Unknown("board_contradictory")
+    decoding = [each.decode_predicted_ns for each in known if each.running]
+    return first._replace(
+        stamp_ns=max(each.stamp_ns for each in known),
+        waiting=sum(each.waiting for each in known),
+        running=sum(each.running for each in known),
+        pending_prefill_tokens=max(each.pending_prefill_tokens for each in known),
+        ttft_deadline_ns=min(each.ttft_deadline_ns for each in known),
+        tpot_deadline_ns=min(each.tpot_deadline_ns for each in known),
+        in_step=max(each.in_step for each in known),
+        steps=sum(each.steps for each in known),
+        prefill_p99_ns=max(each.prefill_p99_ns for each in known),
+        prefill_predicted_ns=max(each.prefill_predicted_ns for each in known),
+        decode_predicted_ns=0 if min(decoding, default=0) <= 0 else max(decoding),
+    )

@@ -255,7 +255,13 @@ class HostedReplica:
             return GateView(open=False, reason=f"unknown: {self.reading.reason}", mode=mode)
         known = self.reading.gate_reason in GateReason._value2member_map_
         reason = GateReason(self.reading.gate_reason).name.lower() if known else "unknown: foreign_reason"
-        return GateView(open=bool(self.reading.gate_open), reason=reason, mode=mode)
+        return GateView(
+            open=bool(self.reading.gate_open),
+            reason=reason,
+            mode=mode,
+            drift=self.reading.drift_permille / 1000 if self.reading.drift_permille > 0 else None,
+            margin_ms=self.reading.margin_ns / NS_PER_MS,
+        )
 
     def memory_view(self, device: MemoryReading) -> MemoryView | None:
         """The KV budget, beside the device's memory."""

@@ -82,8 +82,11 @@ class ServingView(msgspec.Struct, frozen=True, kw_only=True):
     waiting: int | None = None
     running: int | None = None
     ttft_slack_ms: float | None = None
-    """Time left before the next first token is due; None if none is, or not known."""
+    """Time left before serving must begin with the waiting prefills; None if none waits, or not known."""
     tpot_slack_ms: float | None = None
+    """Time left before it must begin the next decode step."""
+    drift: float | None = None
+    """Measured over predicted time of its recent steps."""
     kv_used_share: float | None = None
 
 
@@ -95,6 +98,10 @@ class GateView(msgspec.Struct, frozen=True):
     """A GateReason in lower case, or `unknown: <why>`."""
     mode: str
     """The mode rosed asked for."""
+    drift: float | None = None
+    """Measured over predicted time of recent rollout steps; far from 1 after the engine's speed changed."""
+    margin_ms: float | None = None
+    """Margin that the errors of those predictions call for."""
 
 
 class MemoryView(msgspec.Struct, frozen=True, kw_only=True):

@@ -40,7 +40,7 @@ class GateMode(IntEnum):
     STRICT = 1
     """Open only while the serving engine is idle."""
     SLACK = 2
-    """Open while the next rollout step fits in every slack (not implemented yet: treated as STRICT)."""
+    """Open while no prefill waits and the next rollout step fits in every slack."""
     OPEN = 3
     """Always open: a dedicated replica, or the `naive` mode of the benchmark."""
 
@@ -75,9 +75,11 @@ class SlackReading(NamedTuple):
     kv_used_blocks: int
     kv_total_blocks: int
     ttft_deadline_ns: int
-    """Earliest instant by which some request must have its first token, or NEVER."""
+    """Latest instant to begin with the waiting prefills so that each keeps its TTFT budget, or NEVER.
+    Already reduced by the predicted time of the queue and its margin."""
     tpot_deadline_ns: int
-    """Earliest instant by which some decode must have its next token, or NEVER."""
+    """Latest instant to begin the next decode step so that each request keeps its TPOT budget, or NEVER.
+    Already reduced by the predicted time of the step and its margin."""
     in_step: int
     """1 between `schedule` and `update_from_output` of a non-empty step."""
     step_start_ns: int
@@ -90,7 +92,13 @@ class SlackReading(NamedTuple):
     arrivals: int
     preemptions: int
     overhead_ns: int
-    """Cost of the latest publication."""
+    """What the plugin added to the latest step, all its publications together."""
+    prefill_predicted_ns: int
+    """T_prefill of the p99 prompt with its margin; 0 while the model is not calibrated."""
+    decode_predicted_ns: int
+    """T_decode of the running batch; 0 while the model is not calibrated, or nothing decodes."""
+    drift_permille: int
+    """Measured over predicted time of recent serving steps, times 1000."""
 
 
 class GatePolicy(NamedTuple):
@@ -152,3 +160,46 @@ class ReplicaReading(NamedTuple):
     overhead_p99_ns: int
     weight_version: int
     """Version of the weights in use, as set by the last committed update."""
+    drift_permille: int
+    """Measured over predicted time of recent rollout steps, times 1000."""
+    margin_ns: int
+    """Margin on the predicted duration of a step, from the quantile of the model's errors."""
+    journal_dropped: int
+    """Gate transitions that were lost because rosed did not fetch them in time."""
+
+
+class GateTransition(NamedTuple):
+    """A gate changed its answer or the reason for it, and what it went by.  Kept in a ring (`rose.rings`)."""
+
+    at_ns: int
+    number: int
+    """Counts the transitions of one engine; a gap means that some were dropped."""
+    tokens: int
+    """The answer, with the next two."""
+    valid_until_ns: int
+    reason: int
+    """A GateReason."""
+    in_flight_ns: int
+    mode: int
+    """The policy, with the next four; -1 if it was unknown."""
+    policy_revision: int
+    token_cap: int
+    alive_until_ns: int
+    policy_margin_ns: int
+    board_known: int
+    """0 if the serving board was unknown (then the words of it are 0), -1 for a dedicated replica."""
+    stamp_ns: int
+    waiting: int
+    running: int
+    in_step: int
+    pending_prefill_tokens: int
+    ttft_deadline_ns: int
+    tpot_deadline_ns: int
+    prefill_p99_ns: int
+    prefill_predicted_ns: int
+    decode_predicted_ns: int
+    step_ns: int
+    """T_rollout of a step of one token, and of 512 tokens: the two determine the affine model."""
+    step_512_ns: int
+    margin_ns: int
+    """The model's own margin."""

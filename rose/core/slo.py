@@ -5,21 +5,31 @@ what a client sees, (t_last - t_first) / (n - 1), so token n + 1 must come by t_
 single gap may grow beyond 2 * B_TPOT, however much time was saved before (paper, slack section; the
 second bound is ours).
 
+The published deadlines are already reduced by predicted time: they are the latest instants at which the
+serving engine must have the device, so that slack is simply `deadline - now` (paper: S_prf, S_dec).  For a
+prefill that is the time of the whole queue ahead of it (first come, first served), not its own alone.
+
 The tracker runs inside the serving engine's scheduler: every call is amortised O(log n) or better.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Collection
 from heapq import heapify, heappop, heappush, heapreplace
+from itertools import islice
+from typing import NamedTuple
 
 import msgspec
 
-from rose.core.latency import WindowQuantile
+from rose.core.latency import ServingLatency, WindowQuantile
 from rose.core.readings import NEVER
 
 PREFILL_WINDOW = 256
 PREFILL_QUANTILE = 0.99
+QUEUE_SCAN_MAX = 16
+"""Waiting requests whose deadlines are computed one by one; all further ones get one lower bound."""
+STEP_TOKENS_MAX = 512
 _HEAP_SLACK = 64
 
 
@@ -34,18 +44,29 @@ class SloBudgets(msgspec.Struct, frozen=True):
             raise ValueError(f"budgets must be above 0, not TTFT {self.ttft_ns} ns, TPOT {self.tpot_ns} ns")
 
 
+class Slack(NamedTuple):
+    """What the board says of slack; the fields of the same names of `SlackReading`."""
+
+    ttft_deadline_ns: int
+    tpot_deadline_ns: int
+    prefill_predicted_ns: int
+    decode_predicted_ns: int
+    drift_permille: int
+
+
 class _Request:
     """What is known of one serving request."""
 
-    __slots__ = ("arrival_ns", "first_ns", "last_ns", "prompt_tokens", "scheduled_ns", "tokens")
+    __slots__ = ("arrival_ns", "first_ns", "last_ns", "prompt_left", "rounds", "scheduled_ns", "tokens")
 
     def __init__(self, arrival_ns: int, prompt_tokens: int) -> None:
         self.arrival_ns = arrival_ns
-        self.prompt_tokens = prompt_tokens
+        self.prompt_left = prompt_tokens
         self.scheduled_ns: int | None = None
         self.first_ns = 0
         self.last_ns = 0
-        self.tokens = 0
+        self.tokens = 0  # besides those of rounds
+        self.rounds = 0  # those before its first token
 
 
 class SlackTracker:
@@ -53,17 +74,26 @@ class SlackTracker:
 
     Instants are CLOCK_MONOTONIC nanoseconds; where `now_ns` runs backwards it is taken as the latest one
     seen.  Unknown request ids are ignored, and `arrived`, `scheduled` and `finished` are idempotent.
+    Until `latency` has seen enough steps its predictions are 0, and deadlines are not reduced.
     """
 
-    def __init__(self, budgets: SloBudgets) -> None:
+    def __init__(self, budgets: SloBudgets, step_tokens_max: int = STEP_TOKENS_MAX) -> None:
+        self.latency = ServingLatency(step_tokens_max)
         self._budgets = budgets
         self._requests: dict[str, _Request] = {}
+        self._awaiting: dict[str, _Request] = {}  # no first token yet; in order of arrival
+        self._prefilling: dict[str, None] = {}  # those of them whose prefill began
+        self._prompts = WindowQuantile(PREFILL_WINDOW, PREFILL_QUANTILE)
         self._prefill = WindowQuantile(PREFILL_WINDOW, PREFILL_QUANTILE)
         self._now_ns = 0
+        self._rounds = self._round_ns = 0
+        self._known: Slack | None = None
+        self._prefill_p99_predicted_ns: int | None = None
         self._pending_prefill_tokens = 0
         self._ttft_heap: list[tuple[int, str]] = []
-        # Deadlines t_first + n * B only grow, so an entry may lag behind: it is a lower bound, brought up
-        # to date when it reaches the top.  Ordering by t_last needs no heap: the last to produce goes last.
+        # Deadlines t_first + n * B, less what the rounds so far added to all of them.  They only grow, so an
+        # entry may lag behind: it is a lower bound, brought up to date when it reaches the top.  Ordering by
+        # t_last needs no heap: the last to produce goes last.
         self._pace_heap: list[tuple[int, str]] = []
         self._by_last: OrderedDict[str, _Request] = OrderedDict()
 
@@ -72,31 +102,65 @@ class SlackTracker:
 
     @property
     def pending_prefill_tokens(self) -> int:
-        """Prompt tokens of the requests that have no first token yet."""
+        """Prompt tokens that are still to be computed for the requests without a first token."""
         return self._pending_prefill_tokens
+
+    @property
+    def awaiting(self) -> int:
+        """Requests that have no first token yet."""
+        return len(self._awaiting)
+
+    @property
+    def prefilling(self) -> Collection[str]:
+        """Ids of those of them whose prefill began."""
+        return self._prefilling.keys()
+
+    @property
+    def decoding(self) -> int:
+        """Requests that have a first token, and are not finished."""
+        return len(self._by_last)
 
     def arrived(self, request_id: str, arrival_ns: int, prompt_tokens: int) -> None:
         """A request came in at `arrival_ns`."""
         if request_id in self._requests:
             return
+        self._known = self._prefill_p99_predicted_ns = None
         request = self._requests[request_id] = _Request(arrival_ns, max(0, prompt_tokens))
-        self._pending_prefill_tokens += request.prompt_tokens
+        self._awaiting[request_id] = request
+        self._prompts.add(request.prompt_left)
+        self._pending_prefill_tokens += request.prompt_left
         heappush(self._ttft_heap, (arrival_ns + self._budgets.ttft_ns, request_id))
         if len(self._ttft_heap) > 2 * len(self._requests) + _HEAP_SLACK:
             self._ttft_heap = [entry for entry in self._ttft_heap if self._awaits_first(entry)]
             heapify(self._ttft_heap)
 
-    def scheduled(self, request_id: str, now_ns: int) -> None:
-        """The request's prefill began; only the first call counts."""
+    def scheduled(self, request_id: str, now_ns: int, cached_tokens: int = 0) -> None:
+        """The request's prefill began, `cached_tokens` of it already computed; only the first call counts."""
         request = self._requests.get(request_id)
         if request is not None and request.scheduled_ns is None:
             request.scheduled_ns = self._advance(now_ns)
+            self._take_off(request, cached_tokens)
+            if not request.tokens:
+                self._prefilling[request_id] = None
+
+    def prefilled(self, request_id: str, tokens: int) -> None:
+        """A chunk of the request's prompt was computed."""
+        request = self._awaiting.get(request_id)
+        if request is not None:
+            self._take_off(request, tokens)
+
+    def _take_off(self, request: _Request, tokens: int) -> None:
+        self._known = None
+        tokens = min(request.prompt_left, max(0, tokens))
+        request.prompt_left -= tokens
+        self._pending_prefill_tokens -= tokens
 
     def produced(self, request_id: str, now_ns: int, tokens: int) -> None:
         """The request got `tokens` new output tokens."""
         request = self._requests.get(request_id)
         if request is None or tokens <= 0:
             return
+        self._known = None
         request.last_ns = self._advance(now_ns)
         first = request.tokens == 0
         request.tokens += tokens
@@ -105,17 +169,22 @@ class SlackTracker:
         else:
             self._by_last.move_to_end(request_id)
 
+    def round_produced(self, now_ns: int) -> None:
+        """Every decoding request got exactly one token.  As `produced` for each, at a constant cost."""
+        self._known = None
+        self._rounds += 1
+        self._round_ns = self._advance(now_ns)
+
     def _first_token(self, request_id: str, request: _Request) -> None:
         request.first_ns = request.last_ns
-        self._pending_prefill_tokens -= request.prompt_tokens
+        request.rounds = self._rounds
+        self._leave_queue(request_id, request)
         if request.scheduled_ns is not None:
             self._prefill.add(request.first_ns - request.scheduled_ns)
         self._by_last[request_id] = request
-        heappush(self._pace_heap, (self._pace_deadline_ns(request), request_id))
+        heappush(self._pace_heap, (self._pace(request), request_id))
         if len(self._pace_heap) > 2 * len(self._by_last) + _HEAP_SLACK:
-            self._pace_heap = [
-                (self._pace_deadline_ns(decoding), each) for each, decoding in self._by_last.items()
-            ]
+            self._pace_heap = [(self._pace(decoding), each) for each, decoding in self._by_last.items()]
             heapify(self._pace_heap)
 
     def finished(self, request_id: str) -> None:
@@ -123,35 +192,106 @@ class SlackTracker:
         request = self._requests.pop(request_id, None)
         if request is None:
             return
+        self._known = None
         if request.tokens == 0:
-            self._pending_prefill_tokens -= request.prompt_tokens
+            self._leave_queue(request_id, request)
         self._by_last.pop(request_id, None)
 
+    def _leave_queue(self, request_id: str, request: _Request) -> None:
+        del self._awaiting[request_id]
+        self._prefilling.pop(request_id, None)
+        self._pending_prefill_tokens -= request.prompt_left
+
+    def observe_step(
+        self, prompt_tokens: int, decodes: int, duration_ns: int, *, co_running: int = 0
+    ) -> None:
+        """Calibrate `latency` by a step."""
+        self._known = self._prefill_p99_predicted_ns = None
+        self.latency.observe(prompt_tokens, decodes, duration_ns, co_running=co_running)
+
+    def slack(self) -> Slack:
+        """All that follows; computed anew only after something changed (do not teach `latency` directly)."""
+        if self._known is None:
+            self._known = Slack(
+                self.ttft_deadline_ns(),
+                self.tpot_deadline_ns(),
+                self.prefill_p99_predicted_ns(),
+                self.decode_ns(),
+                self.latency.drift_permille,
+            )
+        return self._known
+
     def ttft_deadline_ns(self) -> int:
+        """Latest instant to give the device to the waiting prefills so that all keep B_TTFT, or NEVER.
+
+        The minimum, over the requests without a first token, of arrival + B_TTFT less T_prefill of all prompt
+        tokens up to and with its own, and less the model's margin.  Behind QUEUE_SCAN_MAX requests, the
+        earliest arrival of all and the whole queue's tokens stand in: never later than the exact value.
+        """
+        due_ns = self._ttft_due_ns()
+        if due_ns == NEVER:
+            return NEVER
+        prefill_ns, budget_ns = self.latency.prefill_ns, self._budgets.ttft_ns
+        earliest_ns, ahead_tokens = NEVER, 0
+        for request in islice(self._awaiting.values(), QUEUE_SCAN_MAX):
+            ahead_tokens += request.prompt_left
+            earliest_ns = min(earliest_ns, request.arrival_ns + budget_ns - prefill_ns(ahead_tokens))
+        if len(self._awaiting) > QUEUE_SCAN_MAX:
+            earliest_ns = min(earliest_ns, due_ns - prefill_ns(self._pending_prefill_tokens))
+        return earliest_ns - self.latency.prefill.model().margin_ns()
+
+    def tpot_deadline_ns(self) -> int:
+        """Latest instant to give the device to the decoding requests so that all keep B_TPOT, or NEVER.
+
+        The minimum of min(t_first + n * B_TPOT, t_last + 2 * B_TPOT), less T_decode of the batch, and less
+        the model's margin.
+        """
+        due_ns = self._tpot_due_ns()
+        if due_ns == NEVER:
+            return NEVER
+        return due_ns - self.decode_ns() - self.latency.decode.model().margin_ns()
+
+    def decode_ns(self) -> int:
+        """T_decode of the requests that decode now; 0 if there is none, or it is not known."""
+        return self.latency.decode_ns(len(self._by_last))
+
+    def prefill_p99_predicted_ns(self) -> int:
+        """T_prefill of the upper quantile of prompt lengths, with the model's margin; 0 if not known."""
+        known_ns = self._prefill_p99_predicted_ns
+        if known_ns is None:
+            known_ns = self.latency.prefill_ns(self._prompts.value())
+            if known_ns:
+                known_ns += self.latency.prefill.model().margin_ns()
+            self._prefill_p99_predicted_ns = known_ns
+        return known_ns
+
+    def _ttft_due_ns(self) -> int:
         """Earliest arrival + B_TTFT over the requests without a first token, or NEVER."""
         heap = self._ttft_heap
         while heap and not self._awaits_first(heap[0]):
             heappop(heap)
         return heap[0][0] if heap else NEVER
 
-    def tpot_deadline_ns(self) -> int:
-        """Earliest min(t_first + n * B_TPOT, t_last + 2 * B_TPOT) over the decoding requests, or NEVER."""
+    def _tpot_due_ns(self) -> int:
+        """Earliest instant by which some decode must have its next token, or NEVER."""
         if not self._by_last:
             self._pace_heap.clear()
             return NEVER
         longest_silent = next(iter(self._by_last.values()))
-        gap_deadline_ns = longest_silent.last_ns + 2 * self._budgets.tpot_ns
+        # All who decoded at the latest round got their last token then, or later.
+        gap_deadline_ns = max(longest_silent.last_ns, self._round_ns) + 2 * self._budgets.tpot_ns
+        rounds_ns = self._rounds * self._budgets.tpot_ns
         heap = self._pace_heap  # holds an entry for every decoding request
-        while heap[0][0] < gap_deadline_ns:
-            lower_bound_ns, request_id = heap[0]
+        while heap[0][0] + rounds_ns < gap_deadline_ns:
+            lower_bound, request_id = heap[0]
             request = self._by_last.get(request_id)
             if request is None:
                 heappop(heap)
                 continue
-            deadline_ns = self._pace_deadline_ns(request)
-            if deadline_ns == lower_bound_ns:
-                return deadline_ns
-            heapreplace(heap, (deadline_ns, request_id))
+            pace = self._pace(request)
+            if pace == lower_bound:
+                return pace + rounds_ns
+            heapreplace(heap, (pace, request_id))
         return gap_deadline_ns
 
     def prefill_p99_ns(self) -> int:
@@ -170,5 +310,6 @@ class SlackTracker:
             return False
         return deadline_ns == request.arrival_ns + self._budgets.ttft_ns
 
-    def _pace_deadline_ns(self, request: _Request) -> int:
-        return request.first_ns + request.tokens * self._budgets.tpot_ns
+    def _pace(self, request: _Request) -> int:
+        """t_first + n * B_TPOT, less B_TPOT for each round there was."""
+        return request.first_ns + (request.tokens - request.rounds) * self._budgets.tpot_ns

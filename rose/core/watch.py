@@ -71,6 +71,7 @@ class ServingWatch:
             running=slack.running,
             ttft_slack_ms=_left_ms(slack.ttft_deadline_ns, now_ns),
             tpot_slack_ms=_left_ms(slack.tpot_deadline_ns, now_ns),
+            drift=slack.drift_permille / 1000 if slack.drift_permille > 0 else None,
             kv_used_share=slack.kv_used_blocks / slack.kv_total_blocks if slack.kv_total_blocks > 0 else None,
         )
 

@@ -1,9 +1,9 @@
-"""The paper's dual-slack admission, for reproducing it where `rose.core` is still stricter.
+"""The paper's dual-slack admission by the simulator's own cost model.
 
-`AdmissionGate` decides SLACK as STRICT in this release: rollout runs only while serving is idle.  The paper
-lets it run beside decodes: tokens are admitted if both slacks stay positive after the rollout step.  This
-class asks the real gate first; only where that says no because serving runs, and the mode is SLACK, it
-applies the paper's rule.  Once the real gate knows slack, its answers are taken as they are.
+`AdmissionGate` needs predictions of serving steps on the board for mode SLACK, and is STRICT without
+them.  The simulator knows those durations exactly, and publishes none.  This class asks the real gate first;
+only where that says no because serving runs, and the mode is SLACK, it applies the paper's rule: tokens are
+admitted if both slacks stay positive after the rollout step.
 """
 
 from __future__ import annotations
@@ -19,10 +19,15 @@ class PaperGate(AdmissionGate):
     """Latest duration of a serving decode step (T-hat of decode), set by the device."""
 
     def decide(
-        self, slack: SlackReading | Unknown | None, policy: GatePolicy | Unknown, now_ns: int
+        self,
+        slack: SlackReading | Unknown | None,
+        policy: GatePolicy | Unknown,
+        now_ns: int,
+        *,
+        in_flight_ns: int = 0,
     ) -> Admission:
         """As `AdmissionGate.decide`, with the paper's rule for SLACK."""
-        answer = super().decide(slack, policy, now_ns)
+        answer = super().decide(slack, policy, now_ns, in_flight_ns=in_flight_ns)
         if answer.reason is not GateReason.SERVING_RUNNING or isinstance(policy, Unknown):
             return answer
         if policy.mode != GateMode.SLACK or not isinstance(slack, SlackReading):

@@ -296,6 +296,10 @@ class Gated(Sharing):
             arrivals=0,
             preemptions=0,
             overhead_ns=0,
+            # Predictions are left out: the paper's gate knows the cost model itself.
+            prefill_predicted_ns=0,
+            decode_predicted_ns=0,
+            drift_permille=1000,
         )
 
     # ---- memory ------------------------------------------------------------------------------------

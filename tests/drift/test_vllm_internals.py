@@ -71,7 +71,7 @@ SIGNATURES = {
 
 INSTANCE_ATTRIBUTES = {
     SCHEDULER: "waiting kv_holding_waiting running requests finished_req_ids kv_cache_manager "
-    "max_num_scheduled_tokens max_model_len connector block_size",
+    "max_num_scheduled_tokens max_model_len connector block_size vllm_config",
     CORE: "scheduler",
     POOL: "num_gpu_blocks blocks free_block_queue",
     QUEUE: "fake_free_list_head fake_free_list_tail",
@@ -91,9 +91,15 @@ INSTANCE_ATTRIBUTES = {
 
 FIELDS = {
     "vllm.v1.core.kv_cache_utils:KVCacheBlock": "block_id ref_cnt block_hash is_null next_free_block",
-    "vllm.v1.core.sched.output:SchedulerOutput": "total_num_scheduled_tokens scheduled_new_reqs "
-    "preempted_req_ids",
-    "vllm.v1.core.sched.output:NewRequestData": "req_id",
+    "vllm.v1.core.sched.output:SchedulerOutput": "total_num_scheduled_tokens num_scheduled_tokens "
+    "scheduled_new_reqs scheduled_cached_reqs preempted_req_ids",
+    "vllm.v1.core.sched.output:NewRequestData": "req_id num_computed_tokens",
+    "vllm.v1.core.sched.output:CachedRequestData": "resumed_req_ids",
+    "vllm.config:VllmConfig": "parallel_config kv_transfer_config device_config model_config",
+    "vllm.config:DeviceConfig": "device_type",
+    "vllm.config:ModelConfig": "model",
+    "vllm.config:ParallelConfig": "data_parallel_index",
+    "vllm.config:KVTransferConfig": "is_kv_producer is_kv_consumer",
     "vllm.v1.engine:EngineCoreOutput": "request_id new_token_ids finish_reason stop_reason events",
     "vllm.v1.engine:EngineCoreOutputs": "outputs",
     "vllm.v1.engine:FinishReason": "ABORT",
@@ -147,6 +153,11 @@ def test_fields(name: str) -> None:
 
 def test_the_scheduler_says_whether_it_is_paused() -> None:
     assert isinstance(resolve(SCHEDULER).pause_state, property)
+
+
+def test_a_request_that_ends_with_an_output_is_named_as_finished() -> None:
+    """The serving scheduler learns from `finished_req_ids` after `update_from_output` who ended in it."""
+    assert "self.finished_req_ids.add(" in inspect.getsource(resolve(f"{SCHEDULER}._free_request"))
 
 
 def test_layers_look_the_packing_switches_up_when_they_load() -> None:

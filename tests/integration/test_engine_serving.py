@@ -13,7 +13,8 @@ import pytest
 from engine_world import EnginePair
 
 from rose.boards import WatchedBoard
-from rose.core.readings import NEVER, GateMode, GateReason, SlackReading, Unknown
+from rose.core.readings import NEVER, GateMode, GateReason, GateTransition, SlackReading, Unknown
+from rose.rings import RingReader
 
 pytestmark = pytest.mark.engine
 
@@ -135,6 +136,32 @@ def test_rollout_stands_still_while_serving_works(strict: EnginePair) -> None:
     assert len(serving.result()["token_ids"]) == 400
     assert rollout.result()["token_ids"] == reference
     assert strict.replica().gate_transitions >= 2
+
+
+def test_rollout_goes_on_beside_decodes_as_far_as_budgets_allow(strict: EnginePair) -> None:
+    """And a gate that opens and closes from step to step changes no token."""
+    reference = strict.rollout.complete("rollout", PROMPT, 900)["token_ids"]
+    for tokens in range(8, 136, 8):  # let both engines see steps of several sizes alone
+        prompt = [(7 * tokens + position) % 250 for position in range(tokens)]  # no prefix of another one
+        strict.serving.complete("serving", prompt, 4)
+        strict.rollout.complete("rollout", prompt, 4)
+    strict.gate.set(mode=GateMode.SLACK)
+    serving = InThread(lambda: strict.serving.complete("serving", PROMPT, 400))
+    wait_for(lambda: strict.slack().tpot_deadline_ns != NEVER, "serving decodes")
+    assert strict.slack().decode_predicted_ns > 0
+    rollout = InThread(lambda: strict.rollout.complete("rollout", PROMPT, 900))
+    before = strict.replica()
+    wait_for(lambda: strict.replica().gate_reason == GateReason.OPEN_SLACK, "the gate opens", 10)
+    wait_for(lambda: strict.replica().steps > before.steps + 20, "rollout runs beside it", 10)
+    assert strict.slack().running == 1, "the serving request was too short for this test"
+    assert len(serving.result()["token_ids"]) == 400
+    assert rollout.result()["token_ids"] == reference
+    ring = RingReader(strict.boards.transitions("r0"), GateTransition)
+    transitions = ring.fetch()
+    assert ring.torn == 0
+    opened = [each for each in transitions if each.reason == GateReason.OPEN_SLACK]
+    assert opened
+    assert all(each.at_ns < each.tpot_deadline_ns and each.waiting == 0 for each in opened)
 
 
 def test_the_gate_closes_when_rosed_stops_renewing(engine_pair: EnginePair) -> None:

@@ -214,6 +214,7 @@ def test_operators_orders(host: Host) -> None:
     policy = BoardReader(host.paths.gate(OPPORTUNISTIC), GatePolicy).read()
     assert isinstance(policy, GatePolicy)
     assert policy.mode == GateMode.CLOSED
+    assert ask(host.socket, wire.GateRequest(OPPORTUNISTIC, "slack")) == {"mode": "slack"}
     assert ask(host.socket, wire.GateRequest(OPPORTUNISTIC, None)) == {"mode": "strict"}
 
     body = ask(host.socket, wire.ReclaimRequest(OPPORTUNISTIC, "drill"))

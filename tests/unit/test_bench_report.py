@@ -11,12 +11,20 @@ import pytest
 from aiohttp import web
 from rich.console import Console
 from rose_daemon.bench import report as reports
-from rose_daemon.bench.coserve import CoserveOptions, Measured, Mode, Run, generated_tokens, parse_modes
+from rose_daemon.bench.coserve import (
+    CoserveOptions,
+    GateCosts,
+    Measured,
+    Mode,
+    Run,
+    generated_tokens,
+    parse_modes,
+)
 from rose_daemon.harness.load import RequestRecord, Target, open_client
 from rose_daemon.harness.replay import ReplayPlan, plan_replay
 from rose_daemon.harness.stack import Cores
 
-from rose.core.readings import ReplicaReading
+from rose.core.readings import ReplicaReading, SlackReading
 from rose.errors import ConfigError, EngineFailed, Exit, RoseError
 from rose.units import NS_PER_MS, NS_PER_S
 
@@ -58,13 +66,16 @@ def measured(strict_ms: float = 60) -> Measured:
     gate = ReplicaReading(*[0] * len(ReplicaReading._fields))._replace(
         overhead_p50_ns=4000, overhead_p99_ns=9000
     )
+    slack = SlackReading(*[0] * len(SlackReading._fields))._replace(
+        overhead_ns=8000, prefill_predicted_ns=30 * NS_PER_MS, drift_permille=1100
+    )
     return Measured(
         started_at=datetime(2026, 1, 2, tzinfo=UTC),
         options=options,
         cores=Cores(0, 1),
         traces=[trace, trace],
         runs=runs,
-        gate=gate,
+        gates={Mode.ROSE_STRICT: GateCosts(slack, gate)},
     )
 
 
@@ -80,12 +91,15 @@ def test_report_has_its_stable_keys() -> None:
     assert naive["itl_ms"] == {"p99": 10, "max": 10}
     assert strict["rollout_tokens_per_s"] == 700
     assert strict["share_of_reference"] == 0.5
+    assert strict["share_of_attainable"] == 1.0
     assert [one["round"] for one in strict["rounds"]] == [0, 1]
     assert report["modes"]["alone"]["rollout_tokens_per_s"] is None
     assert report["modes"]["rollout-alone"]["ttft_ms"] == {"p50": None, "p99": None, "p99_ci": None}
     assert report["reference_tokens_per_s"] == 1400
     assert report["serving_alone_busy_share"] == 0.5
-    assert report["gate"] == {"overhead_us": {"p50": 4.0, "p99": 9.0}}
+    assert report["gate"]["overhead_us"] == {"p50": 4.0, "p99": 9.0}
+    serving = report["gate"]["modes"]["rose-strict"]["serving"]
+    assert (serving["overhead_us"], serving["prefill_predicted_ms"], serving["drift"]) == (8.0, 30.0, 1.1)
     keys = ("trace", "offset", "size_divisor", "rate_scale", "concurrency", "cpu_affinity")
     assert all(key in report["setup"] for key in keys)
     assert len(report["violations"]) == reports.VIOLATIONS_PER_MODE
@@ -120,7 +134,7 @@ def test_modes(text: str, modes: list[str]) -> None:
     assert [str(mode) for mode in parse_modes(text)] == modes
 
 
-@pytest.mark.parametrize("text", ["", "alone,", "rose-slack", "Naive"])
+@pytest.mark.parametrize("text", ["", "alone,", "rose-lax", "Naive"])
 def test_unknown_modes_are_refused(text: str) -> None:
     with pytest.raises(RoseError, match="is not a mode") as caught:
         parse_modes(text)

@@ -226,7 +226,7 @@ import sys
 from pathlib import Path
 from rose.boards import BoardWriter
 from rose.core.readings import SlackReading
-BoardWriter(Path(sys.argv[1]), SlackReading).publish(SlackReading(int(sys.argv[2]), *[0] * 16))
+BoardWriter(Path(sys.argv[1]), SlackReading).publish(SlackReading(int(sys.argv[2]), *[0] * 19))
 """
     run_python(code, str(path), str(NOW_NS))
     board = watch(path)
@@ -241,7 +241,7 @@ import sys, time
 from pathlib import Path
 from rose.boards import BoardWriter
 from rose.core.readings import SlackReading
-BoardWriter(Path(sys.argv[1]), SlackReading).publish(SlackReading(int(sys.argv[2]), *[0] * 16))
+BoardWriter(Path(sys.argv[1]), SlackReading).publish(SlackReading(int(sys.argv[2]), *[0] * 19))
 print("up", flush=True)
 time.sleep(60)
 """

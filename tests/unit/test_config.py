@@ -62,6 +62,8 @@ def test_the_templates_replica_loads_once_uncommented() -> None:
         ({"node": {"gate_lease_ms": 60_001}}, "node.gate_lease_ms"),
         ({"node": {"restart_backoff_s": 90}}, "node.restart_backoff_max_s"),
         ({"schema": 9}, "schema"),
+        ({"admission": {"mode": "lax"}}, "admission.mode"),
+        ({"serving": {"boards": ["a/b"]}}, "serving.boards"),
         ({"device": {"kind": "tpu"}}, "device.kind"),
         ({"memory": {"cut_share": 1}}, "memory.cut_share"),
         ({"memory": {"headroom_share": 1.5}}, "memory.headroom_share"),

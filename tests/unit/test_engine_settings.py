@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from rose.boards import BoardPaths, BoardWriter
-from rose.config import Config, DeviceConfig, NodeConfig, ReplicaConfig
+from rose.config import Config, DeviceConfig, NodeConfig, ReplicaConfig, ServingConfig
 from rose.core.readings import GateMode, GatePolicy, GateReason, LimitStatus, SlackReading, Unknown
 from rose.engines.vllm.launch import EngineCommand, EngineShape, rollout_command, serving_command
 from rose.engines.vllm.settings import PluginSettings
@@ -21,6 +21,7 @@ from rose.errors import ConfigError
 from rose.units import ReplicaId
 
 S = 1_000_000_000
+DEFAULT_SERVING = ServingConfig()
 
 
 def settings(run_dir: Path = Path("/run"), **more: Any) -> PluginSettings:
@@ -77,11 +78,17 @@ def test_a_scheduler_of_another_role_is_refused(monkeypatch: pytest.MonkeyPatch)
 # ---- command lines ------------------------------------------------------------------------------
 
 
-def rollout(kind: str = "opportunistic", device: str = "cpu", **more: Any) -> EngineCommand:
+def rollout(
+    kind: str = "opportunistic",
+    device: str = "cpu",
+    serving: ServingConfig = DEFAULT_SERVING,
+    **more: Any,
+) -> EngineCommand:
     replica = ReplicaConfig(id=ReplicaId("r0"), kind=kind, model="/m", port=8000, **more)
     config = Config(
         node=NodeConfig(run_dir="/dev/shm/x", state_dir="/s"),
         device=DeviceConfig(kind=device),
+        serving=serving,
         replicas=(replica,),
     )
     environ = {
@@ -110,6 +117,15 @@ def test_an_opportunistic_engine_obeys_serving_and_a_dedicated_one_does_not() ->
     assert (opportunistic.worker_cpus, opportunistic.worker_idle_priority) == ("0", True)
     assert opportunistic.token_file == "/s/engine.token"
     assert dedicated.serving_name == ""
+
+
+def test_a_replica_over_several_devices_obeys_all_their_boards() -> None:
+    serving = ServingConfig(url="http://127.0.0.1:8000", boards=("serving", "serving-dp1"))
+    shared = PluginSettings.from_environ(rollout(serving=serving, profile="/p.json").env)
+    assert shared is not None
+    assert shared.serving_names == ("serving", "serving-dp1")
+    assert shared.profile_file == "/p.json"
+    assert settings(serving_name=",").serving_names == ("", "")
 
 
 def test_sizes_reach_the_command_line() -> None:

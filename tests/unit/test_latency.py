@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import math
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rose.core.latency import OUTLIER_FACTOR, StepLatency, WindowQuantile
+from rose.core.latency import (
+    DRIFT_PERMILLE,
+    DRIFT_WINDOW,
+    OUTLIER_FACTOR,
+    ServingLatency,
+    SharedStepLatency,
+    StepLatency,
+    WindowQuantile,
+)
 from rose.units import NS_PER_S, ms_to_ns
 
 steps = st.lists(st.tuples(st.integers(-2, 4096), st.integers(-5, 40 * NS_PER_S)), max_size=100)
@@ -85,6 +94,70 @@ def test_too_small_a_budget_admits_nothing_and_a_huge_one_is_capped() -> None:
     assert latency.largest_within(-1, 512) == 0
     assert latency.largest_within(60 * NS_PER_S, 512) == 512
     assert latency.largest_within(60 * NS_PER_S, 0) == 0
+
+
+def test_a_sudden_change_is_reported_as_drift_and_widens_the_margin() -> None:
+    latency = fed(*((n, affine(n)) for n in (1, 8, 64, 512) for _ in range(40)))
+    assert (latency.drift_permille, latency.drifting) == (1000, False)
+    before_ns = latency.margin_ns()
+    for _ in range(DRIFT_WINDOW // 2):
+        latency.observe(64, 3 * affine(64))
+    assert latency.drifting
+    assert latency.drift_permille > DRIFT_PERMILLE[1]
+    assert latency.margin_ns() > before_ns + affine(64)
+
+
+def test_drift_ends_once_the_model_has_followed() -> None:
+    latency = fed(*((n, affine(n)) for n in (1, 8, 64, 512) for _ in range(40)))
+    for _ in range(60):
+        for tokens in (1, 8, 64, 512):
+            latency.observe(tokens, 2 * affine(tokens))
+    assert not latency.drifting
+    assert abs(latency.predict_ns(64) - 2 * affine(64)) < ms_to_ns(1)
+
+
+def test_an_engine_that_became_faster_drifts_too() -> None:
+    latency = fed(*((n, affine(n)) for n in (1, 8, 64, 512) for _ in range(40)))
+    for _ in range(DRIFT_WINDOW):
+        latency.observe(64, affine(64) // 3)
+    assert latency.drift_permille < DRIFT_PERMILLE[0]
+
+
+def test_steps_beside_the_other_engine_are_a_model_of_their_own() -> None:
+    latency = SharedStepLatency()
+    for tokens in (1, 4, 16, 64, 256, 512, 3, 5):
+        latency.observe(tokens, affine(tokens))
+    assert not latency.model(co_running=3).calibrated
+    for tokens in (1, 4, 16, 64, 256, 512, 3, 5):
+        latency.observe(tokens, 2 * affine(tokens), co_running=3)
+    assert abs(latency.model().predict_ns(100) - affine(100)) < 1000
+    assert abs(latency.model(co_running=1).predict_ns(100) - 2 * affine(100)) < 2000
+
+
+def test_what_was_seen_beside_the_other_stands_in_for_alone_but_not_the_other_way_round() -> None:
+    latency = SharedStepLatency()
+    for tokens in (1, 4, 16, 64, 256, 512, 3, 5):
+        latency.observe(tokens, 2 * affine(tokens), co_running=1)
+    assert abs(latency.model().predict_ns(100) - 2 * affine(100)) < 2000
+
+
+def test_serving_has_models_of_prefill_and_of_decode() -> None:
+    latency = ServingLatency(256)
+    assert (latency.prefill_ns(100), latency.decode_ns(4)) == (0, 0)
+    for load in (1, 4, 16, 64, 256, 128, 3, 5):
+        latency.observe(load, 9, affine(load))
+        latency.observe(0, load, ms_to_ns(20) + load)
+    assert abs(latency.prefill_ns(100) - affine(100)) < 1000
+    assert abs(latency.prefill_ns(612) - 2 * affine(256) - affine(100)) < 3000
+    assert abs(latency.decode_ns(4) - ms_to_ns(20)) < 1000
+    assert latency.prefill_ns(0) == latency.decode_ns(0) == 0
+    latency.observe(0, 0, ms_to_ns(500))  # of a kind nobody knows
+    assert latency.drift_permille == 1000
+
+
+def test_a_step_that_takes_nothing_is_no_engine() -> None:
+    with pytest.raises(ValueError, match="must take a token"):
+        ServingLatency(0)
 
 
 @settings(deadline=None)

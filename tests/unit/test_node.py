@@ -564,6 +564,16 @@ def test_slack_is_shown_as_time_left() -> None:
     assert bench.view.serving.tpot_slack_ms is None
 
 
+def test_drift_of_the_latency_models_is_shown() -> None:
+    bench = up()
+    assert bench.view.serving.drift is None
+    bench(ServingObserved(SLACK._replace(drift_permille=1300), True))
+    bench(bench.board(drift_permille=750, margin_ns=4 * NS_PER_MS))
+    assert bench.view.serving.drift == 1.3
+    gate = next(replica.gate for replica in bench.view.replicas if replica.id == OPP)
+    assert (gate.drift, gate.margin_ms) == (0.75, 4)
+
+
 def test_the_scheduler_comes_and_goes_and_replicas_stay() -> None:
     bench = up()
     bench(SchedulerLost())

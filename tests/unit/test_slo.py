@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rose.core.readings import NEVER
-from rose.core.slo import SlackTracker, SloBudgets
+from rose.core.slo import QUEUE_SCAN_MAX, SlackTracker, SloBudgets
 from rose.units import ms_to_ns
 
 BUDGETS = SloBudgets(ttft_ns=ms_to_ns(250), tpot_ns=ms_to_ns(60))
@@ -149,6 +151,139 @@ def test_memory_stays_bounded_while_one_request_waits_for_ever() -> None:
     assert tracker.ttft_deadline_ns() == ms(250)
     assert len(tracker._ttft_heap) < 200
     assert len(tracker._pace_heap) < 200
+
+
+# ---- deadlines reduced by predicted time ----------------------------------------------------------
+
+
+def steady(tracker: SlackTracker) -> SlackTracker:
+    """A prefill token takes 1 ms, a decode step 10 ms and 1 ms a sequence, both to the nanosecond."""
+    for tokens in (1, 2, 8, 32, 64, 128, 256, 512):
+        tracker.observe_step(tokens, 0, ms(tokens))
+        tracker.observe_step(0, tokens, ms(10 + tokens))
+    return tracker
+
+
+def near(value_ns: int, expected_ms: float) -> bool:
+    return abs(value_ns - ms(expected_ms)) < 1000
+
+
+def test_a_prefill_s_deadline_is_reduced_by_the_whole_queue_ahead() -> None:
+    tracker = steady(SlackTracker(BUDGETS))
+    for number, (arrival_ms, tokens) in enumerate([(0, 30), (1, 40), (2, 50)]):
+        tracker.arrived(f"r{number}", ms(arrival_ms), tokens)
+    assert near(tracker.ttft_deadline_ns(), 2 + 250 - (30 + 40 + 50))
+    tracker.finished("r1")
+    assert near(tracker.ttft_deadline_ns(), 2 + 250 - (30 + 50))
+    tracker.produced("r0", ms(40), 1)
+    assert near(tracker.ttft_deadline_ns(), 2 + 250 - 50)
+
+
+def test_what_is_cached_or_computed_no_longer_counts() -> None:
+    tracker = steady(SlackTracker(BUDGETS))
+    tracker.arrived("a", 0, 100)
+    tracker.scheduled("a", ms(1), 30)
+    assert tracker.pending_prefill_tokens == 70
+    tracker.scheduled("a", ms(1), 30)
+    tracker.prefilled("a", 50)
+    assert (tracker.pending_prefill_tokens, list(tracker.prefilling)) == (20, ["a"])
+    assert near(tracker.ttft_deadline_ns(), 250 - 20)
+    tracker.prefilled("a", 999)
+    assert tracker.pending_prefill_tokens == 0
+    tracker.produced("a", ms(60), 1)
+    tracker.prefilled("a", 5)
+    assert (tracker.pending_prefill_tokens, len(tracker.prefilling)) == (0, 0)
+
+
+def test_prompts_longer_than_a_step_take_several() -> None:
+    tracker = steady(SlackTracker(BUDGETS, step_tokens_max=64))
+    for tokens in (1, 2, 8, 32, 64):
+        tracker.observe_step(tokens, 0, ms(20 + tokens))
+    predicted_ns = tracker.latency.prefill_ns(150)
+    model = tracker.latency.prefill.model()
+    assert predicted_ns == 2 * model.predict_ns(64) + model.predict_ns(22)
+
+
+def test_a_decode_s_deadline_is_reduced_by_the_step_of_the_batch() -> None:
+    tracker = steady(tracker_with("a", "b"))
+    tracker.produced("a", ms(100), 1)
+    assert near(tracker.tpot_deadline_ns(), 160 - 11)
+    tracker.produced("b", ms(110), 1)
+    assert near(tracker.tpot_deadline_ns(), 160 - 12)
+    assert near(tracker.slack().decode_predicted_ns, 12)
+
+
+def test_a_new_arrival_is_expected_to_have_a_long_prompt() -> None:
+    tracker = steady(SlackTracker(BUDGETS))
+    assert tracker.prefill_p99_predicted_ns() == 0
+    for number in range(200):
+        tracker.arrived(f"r{number}", 0, 90 if number == 7 else 20)
+    assert near(tracker.prefill_p99_predicted_ns(), 20)
+    for number in range(2):
+        tracker.arrived(f"long{number}", 0, 90)
+    assert near(tracker.prefill_p99_predicted_ns(), 90)
+
+
+def test_the_models_margins_are_taken_off_too() -> None:
+    tracker = steady(tracker_with("a", "waits"))
+    tracker.produced("a", ms(100), 1)
+    steady_ns = tracker.slack()
+    for number in range(200):
+        tracker.observe_step(0, 1, ms(11 + (9 if number % 5 == 0 else 0)))
+        tracker.observe_step(10, 0, ms(10 + (9 if number % 5 == 0 else 0)))
+    assert tracker.latency.decode.model().margin_ns() > ms(3)
+    assert tracker.slack().tpot_deadline_ns < steady_ns.tpot_deadline_ns - ms(3)
+    assert tracker.slack().ttft_deadline_ns < steady_ns.ttft_deadline_ns - ms(3)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, ms(400)), st.integers(0, 600)), min_size=1, max_size=60),
+    st.integers(1, 512),
+)
+def test_the_queue_s_deadline_is_never_later_than_the_exact_one(
+    queue: list[tuple[int, int]], step_tokens_max: int
+) -> None:
+    tracker = steady(SlackTracker(BUDGETS, step_tokens_max))
+    exact_ns, ahead = NEVER, 0
+    for number, (arrival_ns, tokens) in enumerate(queue):
+        tracker.arrived(f"r{number}", arrival_ns, tokens)
+        ahead += tokens
+        exact_ns = min(exact_ns, arrival_ns + BUDGETS.ttft_ns - tracker.latency.prefill_ns(ahead))
+    exact_ns -= tracker.latency.prefill.model().margin_ns()
+    assert tracker.ttft_deadline_ns() <= exact_ns
+    assert len(queue) > QUEUE_SCAN_MAX or tracker.ttft_deadline_ns() == exact_ns
+
+
+@settings(deadline=None)
+@given(st.lists(st.sampled_from(["round", "one", "new", "end", "several"]), max_size=80), st.randoms())
+def test_a_round_equals_a_token_for_each(calls: list[str], chance: random.Random) -> None:
+    by_round, one_by_one = SlackTracker(BUDGETS), SlackTracker(BUDGETS)
+    decoding: list[str] = []
+    now_ns = 0
+    for number, call in enumerate(calls):
+        now_ns += chance.randrange(ms(100))
+        if call == "round":
+            by_round.round_produced(now_ns)
+            for each in decoding:
+                one_by_one.produced(each, now_ns, 1)
+            continue
+        name = chance.choice(decoding) if decoding else "none"
+        if call == "new":
+            name = f"r{number}"
+            decoding.append(name)
+        elif call == "end" and decoding:
+            decoding.remove(name)
+        for tracker in (by_round, one_by_one):
+            if call == "end":
+                tracker.finished(name)
+                continue
+            if call == "new":
+                tracker.arrived(name, now_ns, 1)
+            tracker.produced(name, now_ns, 5 if call == "several" else 1)
+        assert by_round.tpot_deadline_ns() == one_by_one.tpot_deadline_ns()
+    assert by_round.tpot_deadline_ns() == one_by_one.tpot_deadline_ns()
+    assert by_round.slack() == one_by_one.slack()
 
 
 class ScanningTracker:

@@ -29,8 +29,8 @@ def bench() -> None:
 @app.command()
 def coserve(
     modes: Annotated[
-        str, typer.Option(help="Comma-separated: alone, naive, rose-strict, rollout-alone.")
-    ] = "alone,naive,rose-strict",
+        str, typer.Option(help="Comma-separated: alone, naive, rose-strict, rose-slack, rollout-alone.")
+    ] = "alone,naive,rose-strict,rose-slack",
     rounds: Annotated[int, typer.Option(min=1, help="Times that each mode is measured.")] = 3,
     duration: Annotated[float, typer.Option(min=1, help="Seconds of one run.")] = 40.0,
     trace: Annotated[

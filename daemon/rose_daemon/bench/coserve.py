@@ -57,13 +57,18 @@ class Mode(StrEnum):
     """Rollout whenever it likes."""
     ROSE_STRICT = "rose-strict"
     """Rollout only while serving is idle."""
+    ROSE_SLACK = "rose-slack"
+    """Rollout as far as it fits into what the budgets leave."""
 
 
+GATED = (Mode.ROSE_STRICT, Mode.ROSE_SLACK)
+"""Modes that promise to keep the budgets."""
 _GATES: dict[Mode, str | None] = {
     Mode.ALONE: "closed",
     Mode.ROLLOUT_ALONE: "open",
     Mode.NAIVE: "open",
-    Mode.ROSE_STRICT: None,  # as rose.toml says: strict
+    Mode.ROSE_STRICT: "strict",
+    Mode.ROSE_SLACK: "slack",
 }
 
 
@@ -95,6 +100,13 @@ class Run(msgspec.Struct, kw_only=True):
     gate_transitions: int
 
 
+class GateCosts(msgspec.Struct, frozen=True):
+    """Boards of both engines at the end of a run."""
+
+    slack: SlackReading
+    replica: ReplicaReading
+
+
 class Measured(msgspec.Struct, kw_only=True):
     """All runs, and what a report says of the setup."""
 
@@ -104,8 +116,8 @@ class Measured(msgspec.Struct, kw_only=True):
     traces: list[dict[str, Any]] = []
     """One a round."""
     runs: list[Run] = []
-    gate: ReplicaReading | None = None
-    """The rollout engine's board after the last gated run."""
+    gates: dict[Mode, GateCosts] = {}
+    """What both plugins cost and predicted, at the end of the last run of each gated mode."""
 
 
 class _Counters(msgspec.Struct, frozen=True):
@@ -204,8 +216,8 @@ class Coserve:
                 with contextlib.suppress(asyncio.CancelledError):
                     await loading
             await self._drain(stack, client)
-        if mode is Mode.ROSE_STRICT:
-            self._measured.gate = after.replica
+        if mode in GATED:
+            self._measured.gates[mode] = GateCosts(after.slack, after.replica)
         elapsed_ns = after.at_ns - before.at_ns
         return Run(
             mode=mode,

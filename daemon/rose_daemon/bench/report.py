@@ -10,14 +10,13 @@ from rich.console import Console
 from rich.table import Table
 
 from rose.errors import Exit
-from rose_daemon.bench.coserve import Measured, Mode, Run, of_mode
+from rose.units import NS_PER_MS
+from rose_daemon.bench.coserve import GATED, GateCosts, Measured, Mode, Run, of_mode
 from rose_daemon.harness.load import Budgets
 from rose_daemon.harness.stats import bootstrap, percentile, percentiles, rounded
 from rose_daemon.harness.summary import breaches, head, serving_figures, violations
 
 VIOLATIONS_PER_MODE = 50
-PROTECTED = (Mode.ROSE_STRICT,)
-"""Modes that promise to keep the budgets."""
 
 
 def build(measured: Measured) -> dict[str, Any]:
@@ -26,15 +25,17 @@ def build(measured: Measured) -> dict[str, Any]:
     budgets = options.budgets
     modes = {str(mode): _mode(of_mode(runs, mode), budgets, options.seed) for mode in options.modes}
     reference = modes.get(str(Mode.ROLLOUT_ALONE), {}).get("rollout_tokens_per_s")
+    busy_share = modes.get(str(Mode.ALONE), {}).get("serving_busy_share")
+    # What serving alone leaves of the device: nobody can give rollout more without taking from serving.
+    attainable = None if busy_share is None or reference is None else reference * (1 - busy_share)
     for figures in modes.values():
-        rate = figures["rollout_tokens_per_s"]
-        known = rate is not None and reference
-        figures["share_of_reference"] = round(rate / reference, 4) if known else None
+        figures["share_of_reference"] = _share(figures["rollout_tokens_per_s"], reference)
+        figures["share_of_attainable"] = _share(figures["rollout_tokens_per_s"], attainable)
     report = head("bench coserve", measured.started_at) | {
         "budgets": {"ttft_ms": budgets.ttft_ms, "tpot_ms": budgets.tpot_ms},
         "modes": modes,
         "reference_tokens_per_s": reference,
-        "serving_alone_busy_share": modes.get(str(Mode.ALONE), {}).get("serving_busy_share"),
+        "serving_alone_busy_share": busy_share,
         "setup": _setup(measured),
         "gate": _gate(measured),
         "violations": _violations(runs, budgets),
@@ -43,9 +44,13 @@ def build(measured: Measured) -> dict[str, Any]:
     return report | {"ok": code is Exit.OK, "exit_code": int(code)}
 
 
+def _share(value: float | None, whole: float | None) -> float | None:
+    return round(value / whole, 4) if value is not None and whole else None
+
+
 def verdict(report: dict[str, Any]) -> Exit:
     """5 when a mode that promises to keep the budgets broke them, else 0."""
-    for mode in PROTECTED:
+    for mode in GATED:
         share = report["modes"].get(str(mode), {}).get("within_budget_share")
         if share is not None and breaches(share):
             return Exit.SLO_BREACH
@@ -117,13 +122,32 @@ def _setup(measured: Measured) -> dict[str, Any]:
 
 
 def _gate(measured: Measured) -> dict[str, Any]:
-    if measured.gate is None:
-        return {"overhead_us": {"p50": None, "p99": None}}
+    """What the plugins cost a step (the worst gated mode), and how well they predicted."""
+    replicas = [costs.replica for costs in measured.gates.values()]
+    p50_ns = max((replica.overhead_p50_ns for replica in replicas), default=None)
+    p99_ns = max((replica.overhead_p99_ns for replica in replicas), default=None)
     return {
         "overhead_us": {
-            "p50": rounded(measured.gate.overhead_p50_ns / 1e3),
-            "p99": rounded(measured.gate.overhead_p99_ns / 1e3),
-        }
+            "p50": None if p50_ns is None else rounded(p50_ns / 1e3),
+            "p99": None if p99_ns is None else rounded(p99_ns / 1e3),
+        },
+        "modes": {str(mode): _predictions(costs) for mode, costs in measured.gates.items()},
+    }
+
+
+def _predictions(costs: GateCosts) -> dict[str, Any]:
+    slack, replica = costs.slack, costs.replica
+    return {
+        "serving": {
+            "overhead_us": rounded(slack.overhead_ns / 1e3),
+            "prefill_p99_ms": rounded(slack.prefill_p99_ns / NS_PER_MS),
+            "prefill_predicted_ms": rounded(slack.prefill_predicted_ns / NS_PER_MS),
+            "drift": slack.drift_permille / 1000,
+        },
+        "rollout": {
+            "margin_ms": rounded(replica.margin_ns / NS_PER_MS),
+            "drift": replica.drift_permille / 1000,
+        },
     }
 
 
@@ -146,7 +170,7 @@ def show(report: dict[str, Any], console: Console) -> None:
     title = f"co-serving, budgets TTFT {budgets['ttft_ms']:g} ms, TPOT {budgets['tpot_ms']:g} ms"
     table = Table(title=title, title_justify="left", box=None, header_style="bold", padding=(0, 1, 0, 0))
     headings = (
-        "mode", "sent", "in budget", "TTFT p99", "TPOT p99", "ITL p99", "rollout", "share", "busy",
+        "mode", "sent", "in budget", "TTFT p99", "TPOT p99", "ITL p99", "rollout", "share", "of left", "busy",
     )  # fmt: skip
     for heading in headings:
         table.add_column(heading, justify="left" if heading == "mode" else "right", no_wrap=True)
@@ -160,6 +184,7 @@ def show(report: dict[str, Any], console: Console) -> None:
             _text(figures["itl_ms"]["p99"], "{:.0f} ms"),
             _text(figures["rollout_tokens_per_s"], "{:.0f}/s"),
             _text(figures["share_of_reference"], "{:.0%}"),
+            _text(figures["share_of_attainable"], "{:.0%}"),
             _text(figures["serving_busy_share"], "{:.0%}"),
         )
     console.print(table)

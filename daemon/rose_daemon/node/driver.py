@@ -42,7 +42,8 @@ from rose.core.events import (
     Tick,
 )
 from rose.core.node import NodeMachine
-from rose.core.readings import ReplicaReading, SlackReading, Unknown
+from rose.core.readings import GateTransition, ReplicaReading, SlackReading, Unknown
+from rose.rings import RingReader
 from rose.units import NS_PER_S, ReplicaId, WeightVersion, ms_to_ns
 from rose.weights.relay import Relay
 from rose.weights.store import WeightStore
@@ -51,7 +52,7 @@ from rose_daemon.node import telemetry
 from rose_daemon.node.engine_http import EngineClient
 from rose_daemon.node.engines import CommandBuilder, Engines
 from rose_daemon.node.gates import Gates
-from rose_daemon.node.journal import Journal
+from rose_daemon.node.journal import GateEntry, Journal
 from rose_daemon.node.keeper import CopyKeeper
 from rose_daemon.node.link import SchedulerLink
 from rose_daemon.node.settings import node_settings, stop_grace_ns
@@ -86,6 +87,13 @@ class NodeDriver:
         self._journal = Journal(Path(config.node.state_dir) / "journal.jsonl", config.node.journal_bytes_max)
         self._store = WeightStore(Path(config.node.state_dir))
         self.keeper = CopyKeeper(config, relay, self.emit)
+        self._gate_journal = Journal(
+            Path(config.node.state_dir) / "gates.jsonl", config.node.journal_bytes_max
+        )
+        self._transitions = {
+            section.id: RingReader(paths.transitions(section.id), GateTransition)
+            for section in config.replicas
+        }
         self.engines = Engines(
             config,
             build,
@@ -239,7 +247,11 @@ class NodeDriver:
         await asyncio.gather(*self._errands, return_exceptions=True)
         for board in self._replica_boards.values():
             board.path.unlink(missing_ok=True)
+        self._fetch_transitions()
+        for ring in self._transitions.values():
+            ring.path.unlink(missing_ok=True)
         self._journal.close()
+        self._gate_journal.close()
 
     async def _tick(self) -> None:
         period_s = self.config.node.tick_ms / 1000
@@ -252,12 +264,20 @@ class NodeDriver:
             self.emit(Tick())
             self.gates.renew(time.monotonic_ns())
             self._journal.flush()
+            self._fetch_transitions()
             if watchdog_s is not None and loop.time() >= watchdog_at_s:
                 sdnotify.notify("WATCHDOG=1")
                 watchdog_at_s = loop.time() + watchdog_s
             # A late tick is not made up for: the next one comes a full period later.
             next_s = max(next_s + period_s, loop.time())
             await asyncio.sleep(next_s - loop.time())
+
+    def _fetch_transitions(self) -> None:
+        """Bring what the gates did since the last tick to the disk."""
+        for replica, ring in self._transitions.items():
+            for transition in ring.fetch():
+                self._gate_journal.append(GateEntry.of(replica, transition))
+        self._gate_journal.flush()
 
     def _observe_boards(self, now_ns: int) -> None:
         if self.config.serving.url:
@@ -302,7 +322,8 @@ class NodeDriver:
             turns_in_flight=self.link.turns_in_flight if self.link.registered else None,
             leases=leases,
             relay_error=self.weights.relay_error,
-            journal_lost=self._journal.lost,
+            journal_lost=self._journal.lost + self._gate_journal.lost,
+            gate_transitions_lost=sum(ring.dropped + ring.torn for ring in self._transitions.values()),
         )
         return status_body(self.config, self.machine.view(), around, self.weights.history)
 

@@ -11,6 +11,8 @@ import msgspec
 
 from rose.core.effects import NodeEffect
 from rose.core.events import NodeEvent
+from rose.core.readings import GateReason, GateTransition
+from rose.units import ReplicaId
 
 ROTATED = ".1"
 
@@ -21,6 +23,20 @@ class Entry(msgspec.Struct, frozen=True):
     now_ns: int
     event: NodeEvent
     effects: tuple[NodeEffect, ...]
+
+
+class GateEntry(msgspec.Struct, frozen=True):
+    """One line of the gates' journal: a transition, fetched from the ring of a rollout engine."""
+
+    replica: ReplicaId
+    reason: str
+    transition: dict[str, int]
+    """The words of a GateTransition."""
+
+    @classmethod
+    def of(cls, replica: ReplicaId, transition: GateTransition) -> GateEntry:
+        """A transition for the journal."""
+        return cls(replica, GateReason(transition.reason).name.lower(), transition._asdict())
 
 
 _decoder = msgspec.json.Decoder(Entry)
@@ -44,8 +60,12 @@ class Journal:
         self._file: BinaryIO | None = path.open("ab")
 
     def write(self, now_ns: int, event: NodeEvent, effects: Sequence[NodeEffect]) -> None:
-        """Append one entry."""
-        line = self._encoder.encode(Entry(now_ns, event, tuple(effects))) + b"\n"
+        """Append what the machine was told, and what it decided."""
+        self.append(Entry(now_ns, event, tuple(effects)))
+
+    def append(self, entry: Entry | GateEntry) -> None:
+        """Append one line."""
+        line = self._encoder.encode(entry) + b"\n"
         try:
             file = self._file or self._path.open("ab")
             if file.tell() + len(line) > self._bytes_max:

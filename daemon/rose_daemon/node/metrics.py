@@ -55,6 +55,9 @@ class NodeCollector(Collector):
             "rose_replica_state", "1 for the present state", labels=["replica", "state"]
         )
         gate = GaugeMetricFamily("rose_gate_open", "Whether the gate is open", labels=["replica", "reason"])
+        drift = GaugeMetricFamily(
+            "rose_gate_drift", "Measured over predicted time of recent rollout steps", labels=["replica"]
+        )
         version = GaugeMetricFamily("rose_weight_version", "Weight version in use", labels=["replica"])
         cuts = CounterMetricFamily("rose_kv_budget_cuts", "Emergency cuts", labels=["replica"])
         tokens = CounterMetricFamily("rose_rollout_tokens", "Tokens scheduled", labels=["replica"])
@@ -66,6 +69,8 @@ class NodeCollector(Collector):
             for each in ReplicaState:
                 state.add_metric([replica.id, each.value], float(each.value == replica.state))
             gate.add_metric([replica.id, replica.gate.reason], float(replica.gate.open))
+            if replica.gate.drift is not None:
+                drift.add_metric([replica.id], replica.gate.drift)
             version.add_metric([replica.id], replica.weight_version)
             if replica.memory is not None:
                 cuts.add_metric([replica.id], replica.memory.cuts)
@@ -74,7 +79,7 @@ class NodeCollector(Collector):
             for name, family in gauges.items():
                 if (value := getattr(replica, name)) is not None:
                     family.add_metric([replica.id], value)
-        yield from (state, gate, version, cuts, tokens, *gauges.values())
+        yield from (state, gate, drift, version, cuts, tokens, *gauges.values())
 
 
 class MetricsServer:

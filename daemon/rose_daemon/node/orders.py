@@ -14,7 +14,7 @@ from rose.errors import ConfigError, NotFound, NotReady, RoseError
 from rose.units import JobId, ReplicaId, WeightVersion
 from rose_daemon.node.driver import NodeDriver
 
-_MODES = {"closed": GateMode.CLOSED, "strict": GateMode.STRICT, "open": GateMode.OPEN}
+_MODES = {mode.name.lower(): mode for mode in GateMode}
 
 
 class Orders:

@@ -39,6 +39,7 @@ class Surroundings(msgspec.Struct, frozen=True, kw_only=True):
     """Job that each leased replica is promised to."""
     relay_error: str
     journal_lost: int
+    gate_transitions_lost: int
 
 
 def status_body(
@@ -84,7 +85,10 @@ def status_body(
         },
         "last_update": _update(history.latest(), view.now_ns),
         "updates": [_update(update, view.now_ns) for update in history],
-        "journal": {"lost": around.journal_lost},
+        "journal": {
+            "lost": around.journal_lost,
+            "gate_transitions_lost": around.gate_transitions_lost,
+        },
         "healthy": not problems,
         "problems": problems,
     }
@@ -139,6 +143,7 @@ def _serving(config: Config, view: NodeView, around: Surroundings) -> dict[str, 
         "running": serving.running,
         "ttft_slack_ms": serving.ttft_slack_ms,
         "tpot_slack_ms": serving.tpot_slack_ms,
+        "drift": serving.drift,
         "kv_used_share": kv_used_share,
     }
 

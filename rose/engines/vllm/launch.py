@@ -67,6 +67,7 @@ def serving_command(
     tpot_slo_ms: float = 60,
     cpus: Sequence[int] = (),
     api_cpus: Sequence[int] = (),
+    profile: str = "",
     shape: EngineShape = DEFAULT_SHAPE,
     device: str = "cpu",
     engine_args: Sequence[str] = (),
@@ -82,6 +83,7 @@ def serving_command(
         tpot_slo_ms=tpot_slo_ms,
         worker_cpus=_cores(cpus),
         api_cpus=_cores(api_cpus),
+        profile_file=profile,
     )
     argv = _server(_Server(model, served_name, host, port), shape, device)
     argv += ["--scheduler-cls", _scheduler("serving", device), *engine_args]
@@ -102,13 +104,14 @@ def rollout_command(
         name=replica.id,
         run_dir=config.node.run_dir,
         token_file=str(config.engine_token_file),
-        serving_name=config.serving.name if opportunistic else "",
+        serving_name=",".join(config.serving.boards or (config.serving.name,)) if opportunistic else "",
         ttft_slo_ms=config.serving.ttft_slo_ms,
         tpot_slo_ms=config.serving.tpot_slo_ms,
         board_stale_ms=config.admission.board_stale_ms,
         worker_cpus=_cores(replica.cpus),
         worker_idle_priority=replica.idle_priority,
         api_cpus=_cores(replica.api_cpus),
+        profile_file=replica.profile,
     )
     shape = EngineShape(
         replica.kv_blocks, replica.block_tokens, replica.context_tokens_max, replica.sequences_max

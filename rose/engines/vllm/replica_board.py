@@ -36,6 +36,8 @@ class ReplicaBoard:
         self.rejected = 0
         self.budget_complete = True
         """Whether all blocks above the budget are parked."""
+        self._shares_device = bool(settings.serving_names)
+        self._in_flight = 0
         self._period_ns = ms_to_ns(settings.board_stale_ms) // 4
         self._heartbeat = heartbeat
         threading.Thread(target=self._beat, name="rose-replica", daemon=True).start()
@@ -47,6 +49,9 @@ class ReplicaBoard:
             self._steps += 1
             self._tokens += tokens
             self._step_start_ns = now_ns
+            self._in_flight += 1
+            if self._shares_device:
+                self._writer.activity.begin(now_ns)
         else:
             self._empty_steps += 1
 
@@ -55,6 +60,9 @@ class ReplicaBoard:
         duration_ns = now_ns - max(started_ns, self._step_end_ns)
         self._busy_ns += duration_ns
         self._step_end_ns = now_ns
+        self._in_flight -= 1
+        if self._shares_device:
+            self._writer.activity.end(now_ns, more=self._in_flight > 0)
         return duration_ns
 
     def overhead(self, spent_ns: int) -> None:
@@ -104,6 +112,9 @@ class ReplicaBoard:
                 overhead_p50_ns=self._overhead_p50.value(),
                 overhead_p99_ns=self._overhead_p99.value(),
                 weight_version=weight_version,
+                drift_permille=gate.drift_permille,
+                margin_ns=gate.margin_ns,
+                journal_dropped=gate.journal_dropped,
             )
         )
 

@@ -23,7 +23,7 @@ from rose.core.readings import Unknown
 from rose.engines.vllm.kv_budget import KvBudget
 from rose.engines.vllm.replica_board import ReplicaBoard
 from rose.engines.vllm.settings import PluginSettings
-from rose.engines.vllm.step_gate import StepGate
+from rose.engines.vllm.step_gate import StepGate, StepInFlight
 from rose.errors import ConfigError, RoseError
 from rose.units import NS_PER_MS
 
@@ -52,15 +52,18 @@ class RolloutMixin:
     max_model_len: int
     connector: Any
     pause_state: PauseState
+    vllm_config: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         settings = PluginSettings.require("rollout")
         self._rose_lock = threading.RLock()
         self._rose_gate = StepGate(settings, step_tokens_max=self.max_num_scheduled_tokens)
+        if (profile := settings.profile(self.vllm_config)) is not None:
+            self._rose_gate.start_from(profile)
         self._rose_kv = KvBudget(self)
         self._rose_ended: list[tuple[Any, str]] = []
-        self._rose_steps: deque[tuple[int, int]] = deque()
+        self._rose_steps: deque[StepInFlight] = deque()
         self._rose_rotation = 0
         self._rose_stats_ns = 0
         self._rose_slept_ns = 0
@@ -94,7 +97,8 @@ class RolloutMixin:
             self._rose_end_those_too_large(output.preempted_req_ids or ())
             self._rose_board.scheduled(output.total_num_scheduled_tokens, scheduled_ns)
             if output.total_num_scheduled_tokens:
-                self._rose_steps.append((output.total_num_scheduled_tokens, scheduled_ns))
+                step = self._rose_gate.step_began(output.total_num_scheduled_tokens, scheduled_ns)
+                self._rose_steps.append(step)
             elif self._rose_slept_ns:
                 self._rose_publish()  # otherwise `update_from_output` does, a step later
         ended_ns = time.monotonic_ns()
@@ -105,11 +109,11 @@ class RolloutMixin:
         """Tokens that the next step may take; sleeps, bounded, while that is none and nothing else to do."""
         self._rose_slept_ns = 0
         with self._rose_lock:
-            admission = self._rose_gate.decide(now_ns)
+            admission = self._rose_gate.decide(now_ns, self._rose_steps)
             self._rose_apply_budget()
             idle = not (self._rose_ended or self.finished_req_ids) and self.pause_state == PauseState.UNPAUSED
         if not admission.open and idle:
-            admission, self._rose_slept_ns = self._rose_gate.wait_until_open(admission)
+            admission, self._rose_slept_ns = self._rose_gate.wait_until_open(admission, self._rose_steps)
             with self._rose_lock:
                 self._rose_apply_budget()
         return admission.tokens
@@ -127,9 +131,9 @@ class RolloutMixin:
             outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
             updated_ns = time.monotonic_ns()
             if scheduler_output.total_num_scheduled_tokens and self._rose_steps:
-                tokens, started_ns = self._rose_steps.popleft()
-                duration_ns = self._rose_board.step_ended(started_ns, entered_ns)
-                self._rose_gate.observe_step(tokens, duration_ns)
+                step = self._rose_steps.popleft()
+                duration_ns = self._rose_board.step_ended(step.started_ns, entered_ns)
+                self._rose_gate.step_ended(step, duration_ns)
             self._rose_tell_ended(outputs)
             self._rose_publish()
         self._rose_board.overhead_more(time.monotonic_ns() - updated_ns)

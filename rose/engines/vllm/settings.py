@@ -8,12 +8,14 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
 from rose.boards import BoardPaths
 from rose.errors import ConfigError
+from rose.profile import Fingerprint, Profile
+from rose.profile import load as load_profile
 
 
 class PluginSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -28,7 +30,8 @@ class PluginSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     token_file: str
     """File that holds the bearer token of our endpoints (mode 0600)."""
     serving_name: str = ""
-    """Rollout only: the serving engine whose slack is obeyed; empty for a dedicated replica."""
+    """Rollout only: the serving engine whose slack is obeyed, or several, comma-separated, for a replica over
+    several devices; empty for a dedicated replica."""
     ttft_slo_ms: float = 250
     tpot_slo_ms: float = 60
     board_stale_ms: float = 1000
@@ -40,8 +43,18 @@ class PluginSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Cores of the API server and the core loop, comma-separated; empty leaves their affinity alone."""
     weight_version: int = 0
     """Rollout only: the version that the checkpoint holds; above 0 if it is the host's copy."""
+    profile_file: str = ""
+    """Latency profile to start from; empty: none."""
     allow_untested: bool = False
     """Load beside a vLLM release that was not tested."""
+
+    @property
+    def serving_names(self) -> tuple[str, ...]:
+        """The serving engines (or ranks) whose slack boards are obeyed.
+
+        An empty name among them is kept: a board that is never there closes the gate, none at all opens it.
+        """
+        return tuple(self.serving_name.split(",")) if self.serving_name else ()
 
     @property
     def worker_cores(self) -> frozenset[int]:
@@ -52,6 +65,14 @@ class PluginSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def api_cores(self) -> frozenset[int]:
         """`api_cpus` as numbers.  Raises ConfigError."""
         return _cores("api_cpus", self.api_cpus)
+
+    def profile(self, vllm_config: Any) -> Profile | None:
+        """The latency profile for an engine of that configuration, if one is named.  Raises ConfigError."""
+        if not self.profile_file:
+            return None
+        device: Literal["cpu", "cuda"] = "cpu" if vllm_config.device_config.device_type == "cpu" else "cuda"
+        model = Path(vllm_config.model_config.model)
+        return load_profile(Path(self.profile_file), Fingerprint.here(device, len(self.worker_cores), model))
 
     @property
     def boards(self) -> BoardPaths:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
-from rose.boards import Owner, WatchedBoard
-from rose.core.admission import Admission, AdmissionGate
-from rose.core.readings import GatePolicy, LimitStatus, SlackReading, Unknown
+from rose.boards import Bell, Owner, WatchedBoard
+from rose.core.admission import Admission, AdmissionGate, strictest
+from rose.core.readings import GateMode, GatePolicy, GateTransition, LimitStatus, SlackReading, Unknown
 from rose.engines.vllm.settings import PluginSettings
+from rose.profile import Profile
+from rose.rings import RingWriter
 from rose.units import NS_PER_MS, ms_to_ns
 
 WAIT_NS_MAX = 50 * NS_PER_MS
@@ -17,17 +22,38 @@ WAIT_NS_MAX = 50 * NS_PER_MS
 _NO_BELL_POLL_NS = 5 * NS_PER_MS
 
 
+_BUSY = -1
+_NO_BOARD = SlackReading(*[0] * len(SlackReading._fields))
+
+
+class StepInFlight(NamedTuple):
+    """A step that was given to the worker."""
+
+    tokens: int
+    started_ns: int
+    serving_steps: int
+    """Steps the serving engine had begun by then; _BUSY if it was in one."""
+
+
 class StepGate:
-    """Decides per step, and keeps count of how long the gate was open."""
+    """Decides per step, and keeps count of how long the gate was open.
+
+    A replica over several devices obeys the boards of all their serving engines (or ranks).
+    """
 
     def __init__(self, settings: PluginSettings, *, step_tokens_max: int) -> None:
         boards = settings.boards
         self._policy_board = WatchedBoard(boards.gate(settings.name), GatePolicy)
-        self._slack_board = (
-            WatchedBoard(boards.slack(settings.serving_name), SlackReading) if settings.serving_name else None
-        )
+        self._slack_boards = [
+            WatchedBoard(boards.slack(name), SlackReading) for name in settings.serving_names
+        ]
+        boards.run_dir.mkdir(parents=True, exist_ok=True)
+        self._journal = RingWriter(boards.transitions(settings.name), GateTransition)
+        self._journalled = 0
         self._stale_ns = ms_to_ns(settings.board_stale_ms)
         self._admission = AdmissionGate(step_tokens_max=step_tokens_max)
+        self._serving_steps = _BUSY
+        self._unlearnt: list[tuple[StepInFlight, int]] = []
         self._owner: Owner | None = None
         self.policy: GatePolicy | Unknown = Unknown("board_missing")
         """The latest policy that was accepted."""
@@ -40,16 +66,78 @@ class StepGate:
         self._decided_ns = time.monotonic_ns()
         self._lock = threading.Lock()
 
-    def decide(self, now_ns: int) -> Admission:
-        """The answer for a step that would start now.  Any thread may ask."""
+    def decide(self, now_ns: int, in_flight: Collection[StepInFlight] = ()) -> Admission:
+        """The answer for a step that would be given out now, behind those in flight.  Any thread may ask."""
         with self._lock:
             self._read_policy(now_ns)
-            slack = None
-            if self._slack_board is not None:
-                slack = self._slack_board.read(now_ns, self._stale_ns)
-            admission = self._admission.decide(slack, self.policy, now_ns)
+            slack = self._read_slack(now_ns)
+            ahead_ns = sum(
+                max(0, step.started_ns + self._admission.latency.predict_ns(step.tokens) - now_ns)
+                for step in in_flight
+            )
+            admission = self._admission.decide(slack, self.policy, now_ns, in_flight_ns=ahead_ns)
+            if self.last is None or (admission.open, admission.reason) != (self.last.open, self.last.reason):
+                self._note(admission, slack, now_ns, ahead_ns)
             self._count(admission, now_ns)
             return admission
+
+    def _note(
+        self, admission: Admission, slack: SlackReading | Unknown | None, now_ns: int, ahead_ns: int
+    ) -> None:
+        """Journal what changed, with all that it was decided by."""
+        policy = None if isinstance(self.policy, Unknown) else self.policy
+        board = slack if isinstance(slack, SlackReading) else _NO_BOARD
+        latency = self._admission.latency
+        self._journalled += 1
+        transition = GateTransition(
+            at_ns=now_ns,
+            number=self._journalled,
+            tokens=admission.tokens,
+            valid_until_ns=admission.valid_until_ns,
+            reason=admission.reason,
+            in_flight_ns=ahead_ns,
+            mode=policy.mode if policy else -1,
+            policy_revision=policy.revision if policy else -1,
+            token_cap=policy.token_cap if policy else -1,
+            alive_until_ns=policy.alive_until_ns if policy else -1,
+            policy_margin_ns=policy.margin_ns if policy else -1,
+            board_known=-1 if slack is None else int(board is slack),
+            stamp_ns=board.stamp_ns,
+            waiting=board.waiting,
+            running=board.running,
+            in_step=board.in_step,
+            pending_prefill_tokens=board.pending_prefill_tokens,
+            ttft_deadline_ns=board.ttft_deadline_ns,
+            tpot_deadline_ns=board.tpot_deadline_ns,
+            prefill_p99_ns=board.prefill_p99_ns,
+            prefill_predicted_ns=board.prefill_predicted_ns,
+            decode_predicted_ns=board.decode_predicted_ns,
+            step_ns=latency.predict_ns(1),
+            step_512_ns=latency.predict_ns(512),
+            margin_ns=latency.margin_ns(),
+        )
+        self._journal.write(transition)
+
+    @property
+    def journal_dropped(self) -> int:
+        """Transitions that found no room in the ring."""
+        return self._journal.dropped
+
+    def _read_slack(self, now_ns: int) -> SlackReading | Unknown | None:
+        if not self._slack_boards:
+            return None
+        slack = strictest([board.read(now_ns, self._stale_ns) for board in self._slack_boards])
+        idle = not isinstance(slack, Unknown) and not slack.in_step
+        self._serving_steps = slack.steps if idle and not isinstance(slack, Unknown) else _BUSY
+        self._learn()
+        return slack
+
+    def _learn(self) -> None:
+        """Teach the latency model the steps that ended since the last reading."""
+        for step, duration_ns in self._unlearnt:
+            alone = _BUSY != step.serving_steps == self._serving_steps
+            self._admission.observe_step(step.tokens, duration_ns, co_running=int(not alone))
+        self._unlearnt.clear()
 
     def _read_policy(self, now_ns: int) -> None:
         """Accept the board's policy unless it contradicts one accepted from the same rosed.
@@ -88,7 +176,9 @@ class StepGate:
         self._decided_ns = now_ns
         self.last = admission
 
-    def wait_until_open(self, admission: Admission) -> tuple[Admission, int]:
+    def wait_until_open(
+        self, admission: Admission, in_flight: Collection[StepInFlight] = ()
+    ) -> tuple[Admission, int]:
         """Sleep while closed, until the bell rings or WAIT_NS_MAX is over.
 
         Returns the answer then, and the nanoseconds slept.  A bell with the gate still closed means that
@@ -98,24 +188,61 @@ class StepGate:
         end_ns = started_ns + WAIT_NS_MAX
         while not admission.open and now_ns < end_ns:
             bell = self._policy_board.bell
-            seen = bell.count if bell is not None else 0
-            admission = self.decide(now_ns)  # after the count: a ring in between is not lost
-            if admission.open:
-                break
-            until_ns = min(end_ns, max(admission.valid_until_ns, now_ns + NS_PER_MS))
-            if bell is None:
-                time.sleep(min(until_ns - now_ns, _NO_BELL_POLL_NS) / 1e9)
-            else:
-                bell.wait(seen, until_ns - now_ns)
+            seen, rings = (bell.count, bell.rings) if bell is not None else (0, 0)
+            with _asking_for_nudges(bell, self.policy):
+                admission = self.decide(now_ns, in_flight)  # after the count: a ring in between is not lost
+                if admission.open:
+                    break
+                until_ns = min(end_ns, max(admission.valid_until_ns, now_ns + NS_PER_MS))
+                if bell is None:
+                    time.sleep(min(until_ns - now_ns, _NO_BELL_POLL_NS) / 1e9)
+                else:
+                    bell.wait(seen, until_ns - now_ns)
             now_ns = time.monotonic_ns()
-            admission = self.decide(now_ns)
-            if bell is not None and bell.count != seen:
+            admission = self.decide(now_ns, in_flight)
+            if bell is not None and bell.rings != rings:
                 break
         return admission, now_ns - started_ns
 
-    def observe_step(self, tokens: int, duration_ns: int) -> None:
-        """Teach the latency model."""
-        self._admission.observe_step(tokens, duration_ns)
+    def start_from(self, profile: Profile) -> None:
+        """Let the latency model begin with what was measured beforehand."""
+        for step in (*profile.prefill, *profile.decode):
+            self._admission.observe_step(step.load, step.duration_ns)
+
+    def step_began(self, tokens: int, now_ns: int) -> StepInFlight:
+        """A step of that many tokens was given to the worker; hand it back when it ends."""
+        return StepInFlight(tokens, now_ns, self._serving_steps)
+
+    def step_ended(self, step: StepInFlight, duration_ns: int) -> None:
+        """It took that long; the latency model learns of it with the next reading of the board."""
+        with self._lock:
+            self._unlearnt.append((step, duration_ns))
+            if not self._slack_boards:
+                self._serving_steps = 0
+                self._learn()
+
+    @property
+    def drift_permille(self) -> int:
+        """Measured over predicted time of recent steps, times 1000."""
+        return self._admission.latency.drift_permille
+
+    @property
+    def margin_ns(self) -> int:
+        """The latency model's own margin."""
+        return self._admission.latency.margin_ns()
+
+
+@contextmanager
+def _asking_for_nudges(bell: Bell | None, policy: GatePolicy | Unknown) -> Iterator[None]:
+    """Only slack that grows from step to step is worth a wake-up at each of them."""
+    if bell is None or isinstance(policy, Unknown) or policy.mode != GateMode.SLACK:
+        yield
+        return
+    bell.awaited = True
+    try:
+        yield
+    finally:
+        bell.awaited = False
 
 
 def _same_but_lease(one: GatePolicy, other: GatePolicy) -> bool:
@@ -128,14 +255,28 @@ class GateBells:
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
         self._boards: dict[str, WatchedBoard[GatePolicy]] = {}
+        self._bells: tuple[Bell, ...] = ()
+        self._lock = threading.Lock()
+
+    def refresh(self, now_ns: int) -> tuple[Bell, ...]:
+        """Look which there are.  Costs some ten microseconds, so not for every step."""
+        with self._lock:
+            names = {path.name for path in self._run_dir.glob("gate-*.board")}
+            for name in self._boards.keys() - names:
+                del self._boards[name]
+            for name in sorted(names - self._boards.keys()):
+                self._boards[name] = WatchedBoard(self._run_dir / name, GatePolicy)
+            for board in self._boards.values():
+                board.read(now_ns, None)
+            self._bells = tuple(board.bell for board in self._boards.values() if board.bell is not None)
+            return self._bells
 
     def ring(self, now_ns: int) -> None:
-        """Ring all that exist.  Costs some ten microseconds, so not for every step."""
-        names = {path.name for path in self._run_dir.glob("gate-*.board")}
-        for name in self._boards.keys() - names:
-            del self._boards[name]
-        for name in sorted(names):
-            board = self._boards.setdefault(name, WatchedBoard(self._run_dir / name, GatePolicy))
-            board.read(now_ns, None)
-            if board.bell is not None:
-                board.bell.ring()
+        """Ring all that exist."""
+        for bell in self.refresh(now_ns):
+            bell.ring()
+
+    def nudge(self) -> None:
+        """Nudge those known since the last refresh; next to nothing while nobody waits."""
+        for bell in self._bells:
+            bell.nudge()
