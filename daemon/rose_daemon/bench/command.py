@@ -40,6 +40,8 @@ def coserve(
     rate: Annotated[float, typer.Option(min=0.01, help="Mean serving requests a second.")] = 5.5,
     size_divisor: Annotated[float, typer.Option(help="How much shorter requests are than recorded.")] = 6.5,
     concurrency: Annotated[int, typer.Option(min=1, help="Rollout requests at a time.")] = 16,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Prompt of a rollout request.")] = 640,
+    output_tokens: Annotated[int, typer.Option(min=1, help="Answer to a rollout request.")] = 128,
     ttft_ms: Annotated[float, typer.Option(min=1, help="TTFT budget.")] = 250.0,
     tpot_ms: Annotated[float, typer.Option(min=1, help="TPOT budget.")] = 60.0,
     seed: Annotated[int, typer.Option(help="Of the traces, the prompts, and the bootstrap.")] = 1,
@@ -62,6 +64,8 @@ def coserve(
             path=trace, offset_s=offset, duration_s=duration, rate_rps=rate, size_divisor=size_divisor
         ),
         concurrency=concurrency,
+        rollout_prompt_tokens=prompt_tokens,
+        rollout_output_tokens=output_tokens,
         budgets=Budgets(ttft_ms, tpot_ms),
         seed=seed,
     )

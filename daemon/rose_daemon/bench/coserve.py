@@ -36,9 +36,9 @@ from rose_daemon.harness.stack import SERVING_NAME, Cores, Stack, StackPlan, pin
 from rose_daemon.harness.stats import percentile
 
 REPLICA = ReplicaId("opportunistic-0")
-ROLLOUT_PROMPT_TOKENS = 64
-ROLLOUT_OUTPUT_TOKENS = 256
-"""Mostly decoding: on a CPU that is what weighs, a token of prefill costs a small model next to nothing."""
+ROLLOUT_PROMPT_TOKENS = 640
+ROLLOUT_OUTPUT_TOKENS = 128
+"""83% prefill, as multi-turn agents have: the ROSE paper gives 77-86%."""
 REFERENCE_S = 15.0
 """Length of a `rollout-alone` run: nothing varies in it."""
 RAMP_S = 2.0
@@ -81,6 +81,8 @@ class CoserveOptions(msgspec.Struct, frozen=True, kw_only=True):
     trace: ReplayPlan
     """Its duration is that of one run."""
     concurrency: int = 16
+    rollout_prompt_tokens: int = ROLLOUT_PROMPT_TOKENS
+    rollout_output_tokens: int = ROLLOUT_OUTPUT_TOKENS
     budgets: Budgets = Budgets()
     seed: int = 1
 
@@ -160,7 +162,9 @@ class Coserve:
                     cpus=(cores.shared,),
                     api_cpus=(cores.host,),
                     kv_blocks=1024,
-                    context_tokens_max=1024,
+                    context_tokens_max=max(
+                        1024, self._options.rollout_prompt_tokens + self._options.rollout_output_tokens
+                    ),
                     sequences_max=max(16, self._options.concurrency),
                 ),
             ),
@@ -195,9 +199,7 @@ class Coserve:
         async with open_client() as client:
             rollout = ClosedLoad(client, stack.replica(REPLICA), seed=0)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(
-                    rollout.run(self._options.concurrency, ROLLOUT_PROMPT_TOKENS, ROLLOUT_OUTPUT_TOKENS), 3.0
-                )
+                await asyncio.wait_for(self._closed_loop(rollout), 3.0)
             await self._drain(stack, client)
 
     async def _run(self, stack: Stack, generator: LoadGenerator, mode: Mode, index: int) -> Run:
@@ -231,9 +233,13 @@ class Coserve:
             gate_transitions=after.replica.gate_transitions - before.replica.gate_transitions,
         )
 
+    async def _closed_loop(self, load: ClosedLoad) -> None:
+        options = self._options
+        await load.run(options.concurrency, options.rollout_prompt_tokens, options.rollout_output_tokens)
+
     async def _rollout(self, load: ClosedLoad, mode: Mode) -> None:
         if mode is not Mode.ALONE:
-            await load.run(self._options.concurrency, ROLLOUT_PROMPT_TOKENS, ROLLOUT_OUTPUT_TOKENS)
+            await self._closed_loop(load)
 
     async def _serve(
         self, stack: Stack, generator: LoadGenerator, mode: Mode, index: int

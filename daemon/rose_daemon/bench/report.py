@@ -109,6 +109,8 @@ def _setup(measured: Measured) -> dict[str, Any]:
         "size_divisor": first["size_divisor"],
         "rate_scale": first["rate_scale"],
         "concurrency": options.concurrency,
+        "rollout_prompt_tokens": options.rollout_prompt_tokens,
+        "rollout_output_tokens": options.rollout_output_tokens,
         "cpu_affinity": {
             "serving_worker": [cores.shared],
             "rollout_worker": [cores.shared],
