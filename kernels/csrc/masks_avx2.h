@@ -43,59 +43,54 @@ ROSE_INLINE ROSE_TARGET class_compare class_compare_of(const rose_map *map) {
     return compare;
 }
 
-/* One mask per class; K is 1, 4 or 8, and classes that the map lacks get empty masks. */
-ROSE_INLINE ROSE_TARGET void class_masks(const class_compare *compare, const int K, const uint16_t *base,
-                                         uint64_t valid, uint64_t *masks) {
-    uint64_t at_least = valid;
-    if (K > 1) {
-        __m256i low = exponents32(base, compare->shift, compare->mask);
-        __m256i high = exponents32(base + 32, compare->shift, compare->mask);
-#pragma GCC unroll 8
-        for (int j = 0; j < K - 1; j++) {
-            uint32_t a = (uint32_t)_mm256_movemask_epi8(_mm256_cmpgt_epi8(low, compare->below[j]));
-            uint32_t b = (uint32_t)_mm256_movemask_epi8(_mm256_cmpgt_epi8(high, compare->below[j]));
-            uint64_t above = ((uint64_t)b << 32 | a) & valid;
-            masks[j] = at_least & ~above;
-            at_least = above;
-        }
-    }
-    masks[K - 1] = at_least;
-}
-
-/* A tile of blocks: each one's class masks, and how many elements of each class come before it, counted from the
- * tile's start; and from the chunk's start to the tile's. */
+/* A tile of blocks.  Elements of class c in block b are those at least at its lower threshold and not at the next
+ * one: at_least[b][c] & ~at_least[b][c + 1]; at_least[b][0] are all, at_least[b][classes] none.  Likewise
+ * before_least counts from the tile's start to each block, and `before` by class. */
 #define TILE_BLOCKS 64
 #define TILE (TILE_BLOCKS * BLOCK)
 #define LINE 32 /* elements in a cache line */
 
 typedef struct {
-    uint64_t masks[TILE_BLOCKS][ROSE_CLASSES_MAX];
+    uint64_t at_least[TILE_BLOCKS][ROSE_CLASSES_MAX + 1];
+    uint16_t before_least[ROSE_CLASSES_MAX + 1][TILE_BLOCKS];
     uint16_t before[ROSE_CLASSES_MAX][TILE_BLOCKS];
-    uint16_t counts[ROSE_CLASSES_MAX];
-    uint32_t first_rank[ROSE_CLASSES_MAX];
-    uint16_t positions[TILE + 8]; /* of changes, from the tile's start; some room for guesses */
+    uint32_t counts[ROSE_CLASSES_MAX];     /* in this tile, by class */
+    uint32_t first_rank[ROSE_CLASSES_MAX]; /* in the chunk before it */
+    uint16_t positions[TILE + 8];          /* of changes, from the tile's start; some room for guesses */
     int changes;
+    uint16_t late_positions[TILE + 8];     /* of the tile before it, whose values are still to be read */
+    int late, late_read;
+    const uint16_t *late_base;
+    int64_t late_first;
     int64_t ahead, ahead_end; /* what to fetch before the next tile wants it, from this one's start */
 } tile_view;
 
-/* The words of a block, made whole with zeros if it is the last. */
+/* K is 1, 4 or 8: classes that the map lacks have no elements. */
+ROSE_INLINE ROSE_TARGET void open_view(tile_view *tile, const int K) {
+    tile->late = tile->late_read = 0;
+    memset(tile->first_rank, 0, sizeof tile->first_rank);
+    memset(tile->before_least[K], 0, sizeof tile->before_least[K]);
+    for (int b = 0; b < TILE_BLOCKS; b++) tile->at_least[b][K] = 0;
+}
+
+ROSE_INLINE ROSE_TARGET uint64_t class_mask(const tile_view *tile, uint32_t b, uint32_t c) {
+    return tile->at_least[b][c] & ~tile->at_least[b][c + 1];
+}
+
+/* The words of a block, made whole with zeros if it is the last: their exponent is below every threshold. */
 ROSE_INLINE ROSE_TARGET const uint16_t *whole_block(const uint16_t *words, int64_t count, uint16_t *block) {
     if (LIKELY(count >= BLOCK)) return words;
     memset(block, 0, BLOCK * sizeof *block);
     memcpy(block, words, (size_t)count * sizeof *block);
     return block;
 }
-ROSE_INLINE ROSE_TARGET uint64_t valid_bits(int64_t count) { return count >= BLOCK ? ~0ull : (1ull << count) - 1; }
 
-ROSE_INLINE void next_tile(tile_view *tile, const int K) {
-    for (int c = 0; c < K; c++) tile->first_rank[c] += tile->counts[c];
-}
-
-/* Fetch a line of the next tile's base, and of its target if there is one.  Called all along a tile, a little each
- * time: memory would stand still in the phases that read nothing new, and they would wait for it afterwards. */
+/* Fetch a line of the next tile's base, and of its target if there is one, into the second-level cache.  Called all
+ * along a tile, a little each time: memory would stand still in the phases that read nothing new, and be waited for
+ * afterwards. */
 ROSE_INLINE ROSE_TARGET void fetch_ahead(tile_view *tile, const uint16_t *base, const uint16_t *target) {
-    _mm_prefetch((const char *)(base + tile->ahead), _MM_HINT_T0);
-    if (target) _mm_prefetch((const char *)(target + tile->ahead), _MM_HINT_T0);
+    _mm_prefetch((const char *)(base + tile->ahead), _MM_HINT_T1);
+    if (target) _mm_prefetch((const char *)(target + tile->ahead), _MM_HINT_T1);
     tile->ahead += tile->ahead < tile->ahead_end ? LINE : 0;
 }
 ROSE_INLINE void plan_ahead(tile_view *tile, int64_t left) {
@@ -108,8 +103,9 @@ ROSE_INLINE void plan_ahead(tile_view *tile, int64_t left) {
 ROSE_INLINE ROSE_TARGET void list_bits(uint64_t bits, int b, tile_view *tile) {
     uint16_t *positions = tile->positions + tile->changes;
     const uint64_t second = _blsr_u64(bits), third = _blsr_u64(second), fourth = _blsr_u64(third);
-    const uint64_t four = _tzcnt_u64(bits) | _tzcnt_u64(second) << 16 | _tzcnt_u64(third) << 32 | _tzcnt_u64(fourth) << 48;
-    const uint64_t placed = four + (uint64_t)(b * BLOCK) * 0x0001000100010001u;
+    const uint64_t lower = _tzcnt_u64(bits) | _tzcnt_u64(second) << 16;
+    const uint64_t upper = _tzcnt_u64(third) | _tzcnt_u64(fourth) << 16;
+    const uint64_t placed = (lower | upper << 32) + (uint64_t)(b * BLOCK) * 0x0001000100010001u;
     tile->changes += __builtin_popcountll(bits);
     memcpy(positions, &placed, sizeof placed);
     positions += 4;
@@ -117,31 +113,51 @@ ROSE_INLINE ROSE_TARGET void list_bits(uint64_t bits, int b, tile_view *tile) {
         *positions++ = (uint16_t)(b * BLOCK + (int)_tzcnt_u64(bits));
 }
 
-/* Masks and counts of all the tile's blocks, and the positions of its changes if there is a target.  Returns the
- * number of blocks. */
-ROSE_INLINE ROSE_TARGET int view_tile(const class_compare *compare, const int K, const uint16_t *base,
-                                      const uint16_t *target, int64_t left, tile_view *tile) {
+/* Read the next value of the tile before. */
+ROSE_INLINE ROSE_TARGET void read_late(tile_view *tile, chunk_reader *r, const rose_map *map) {
+    const uint32_t at = tile->late_positions[tile->late_read++];
+    ROSE_NAME(read_value)(r, map, 2, tile->late_base[at], tile->late_first + at, 0, 0);
+}
+
+/* Masks and counts of all the tile's blocks; and either the positions of its changes from a target, or, with a
+ * reader, the values of the tile before: each waits for the one before it, which the work on a block hides. */
+ROSE_INLINE ROSE_TARGET void view_tile(const rose_map *map, const class_compare *compare, const int K,
+                                       const uint16_t *base, const uint16_t *target, int64_t left, tile_view *tile,
+                                       chunk_reader *r) {
     uint32_t count[ROSE_CLASSES_MAX] = {0};
     uint16_t base_block[BLOCK], target_block[BLOCK];
-    int b = 0;
+    const int elements = left < TILE ? (int)left : TILE, blocks = (elements + BLOCK - 1) / BLOCK;
     tile->changes = 0;
-    for (; b < TILE_BLOCKS && left - b * BLOCK > 0; b++) {
-        const int64_t rest = left - b * BLOCK;
-        if (target) fetch_ahead(tile, base, target); /* without one, the later phases suffice */
+    for (int b = 0; b < blocks; b++) {
+        const int rest = elements - b * BLOCK;
+        fetch_ahead(tile, base, target);
         const uint16_t *old = whole_block(base + b * BLOCK, rest, base_block);
-        class_masks(compare, K, old, valid_bits(rest), tile->masks[b]);
         if (target) list_bits(changed64(old, whole_block(target + b * BLOCK, rest, target_block)), b, tile);
+        if (r && tile->late_read < tile->late) read_late(tile, r, map);
+        tile->at_least[b][0] = rest >= BLOCK ? ~0ull : (1ull << rest) - 1;
+        tile->before_least[0][b] = (uint16_t)(b * BLOCK);
+        if (K == 1) continue;
+        const __m256i low = exponents32(old, compare->shift, compare->mask);
+        const __m256i high = exponents32(old + 32, compare->shift, compare->mask);
 #pragma GCC unroll 8
-        for (int c = 0; c < K; c++) {
-            tile->before[c][b] = (uint16_t)count[c];
-            count[c] += (uint32_t)__builtin_popcountll(tile->masks[b][c]);
+        for (int c = 1; c < K; c++) {
+            const uint32_t first = (uint32_t)_mm256_movemask_epi8(_mm256_cmpgt_epi8(low, compare->below[c - 1]));
+            const uint32_t second = (uint32_t)_mm256_movemask_epi8(_mm256_cmpgt_epi8(high, compare->below[c - 1]));
+            const uint64_t at_least = (uint64_t)second << 32 | first;
+            tile->at_least[b][c] = at_least;
+            tile->before_least[c][b] = (uint16_t)count[c];
+            count[c] += (uint32_t)__builtin_popcountll(at_least);
         }
     }
+    count[0] = (uint32_t)elements;
     for (int c = 0; c < K; c++) {
-        tile->counts[c] = (uint16_t)count[c];
-        for (int rest = b; rest < TILE_BLOCKS; rest++) tile->before[c][rest] = (uint16_t)count[c];
+        for (int b = blocks; b < TILE_BLOCKS; b++) tile->before_least[c][b] = (uint16_t)count[c];
+        tile->counts[c] = count[c] - (c + 1 < K ? count[c + 1] : 0);
     }
-    return b;
+    while (r && tile->late_read < tile->late) read_late(tile, r, map);
+}
+ROSE_INLINE void next_tile(tile_view *tile, const int K) {
+    for (int c = 0; c < K; c++) tile->first_rank[c] += tile->counts[c];
 }
 
 /* ---- encode ---- */
@@ -149,12 +165,13 @@ ROSE_INLINE ROSE_TARGET int view_tile(const class_compare *compare, const int K,
 ROSE_INLINE ROSE_TARGET void scan_tile(const rose_map *map, const class_compare *compare, const int K,
                                        const uint16_t *base, const uint16_t *target, int64_t left, tile_view *tile,
                                        change_log *log) {
-    view_tile(compare, K, base, target, left, tile);
+    view_tile(map, compare, K, base, target, left, tile, 0);
     for (int k = 0; k < tile->changes; k++) {
         const uint32_t at = tile->positions[k], b = at / BLOCK, old = base[at];
         const uint32_t c = K == 1 ? 0 : map->class_of[(old >> map->exponent_shift) & map->exponent_mask];
-        const uint64_t below = _bzhi_u64(tile->masks[b][c], at % BLOCK);
-        const uint32_t rank = tile->first_rank[c] + tile->before[c][b] + (uint32_t)__builtin_popcountll(below);
+        const uint64_t below = _bzhi_u64(class_mask(tile, b, c), at % BLOCK);
+        const uint32_t before = (uint32_t)tile->before_least[c][b] - tile->before_least[c + 1][b];
+        const uint32_t rank = tile->first_rank[c] + before + (uint32_t)__builtin_popcountll(below);
         ROSE_NAME(note_change)(log, map, 2, old, target[at], c, rank, 0, 0);
         fetch_ahead(tile, base, target);
         fetch_ahead(tile, base, target);
@@ -167,7 +184,7 @@ ROSE_INLINE ROSE_TARGET void scan_tiles(const rose_map *map, const int K, const 
     const class_compare compare = class_compare_of(map);
     change_log log = *out;
     tile_view tile;
-    memset(tile.first_rank, 0, sizeof tile.first_rank);
+    open_view(&tile, K);
     for (int64_t i = 0; i < n; i += TILE) {
         plan_ahead(&tile, n - i);
         scan_tile(map, &compare, K, base + i, target + i, n - i, &tile, &log);
@@ -203,25 +220,26 @@ ROSE_INLINE ROSE_TARGET void resolve_tile(chunk_reader *r, const rose_map *map, 
                                           const int K, const uint16_t *base, int64_t first, int64_t left,
                                           rank_cursors *cursors, tile_view *tile) {
     uint64_t hits[TILE_BLOCKS] = {0};
-    const int blocks = view_tile(compare, K, base, 0, left, tile);
+    view_tile(map, compare, K, base, 0, left, tile, r);
 #pragma GCC unroll 8
     for (int c = 0; c < K; c++) {
         const uint32_t *at = cursors->at[c];
+        for (int b = 0; b < TILE_BLOCKS; b++)
+            tile->before[c][b] = (uint16_t)(tile->before_least[c][b] - tile->before_least[c + 1][b]);
         for (; at < cursors->end[c] && *at - tile->first_rank[c] < tile->counts[c]; at++) {
             const uint32_t rank = *at - tile->first_rank[c];
             const uint32_t b = K == 1 ? rank / BLOCK : block_of(tile->before[c], rank);
-            hits[b] |= _pdep_u64(1ull << ((rank - tile->before[c][b]) & 63), tile->masks[b][c]);
+            hits[b] |= _pdep_u64(1ull << ((rank - tile->before[c][b]) & 63), class_mask(tile, b, (uint32_t)c));
             fetch_ahead(tile, base, 0);
         }
         cursors->at[c] = at;
     }
-    for (int b = 0; b < blocks; b++) list_bits(hits[b], b, tile);
-    for (int k = 0; k < tile->changes; k++) {
-        const uint32_t at = tile->positions[k];
-        ROSE_NAME(read_value)(r, map, 2, base[at], first + at, 0, 0);
-        fetch_ahead(tile, base, 0);
-        fetch_ahead(tile, base, 0);
-    }
+    for (int b = 0; b < TILE_BLOCKS; b++) list_bits(hits[b], b, tile);
+    memcpy(tile->late_positions, tile->positions, (size_t)tile->changes * sizeof tile->positions[0]);
+    tile->late = tile->changes;
+    tile->late_read = 0;
+    tile->late_base = base;
+    tile->late_first = first;
     next_tile(tile, K);
 }
 
@@ -232,11 +250,12 @@ ROSE_INLINE ROSE_TARGET void resolve_tiles(chunk_reader *reader, const rose_map 
     rank_cursors cursors;
     tile_view tile;
     ROSE_NAME(open_cursors)(&cursors, &r, ranks, map->classes);
-    memset(tile.first_rank, 0, sizeof tile.first_rank);
+    open_view(&tile, K);
     for (int64_t i = 0; i < n; i += TILE) {
         plan_ahead(&tile, n - i);
         resolve_tile(&r, map, &compare, K, base + i, i, n - i, &cursors, &tile);
     }
+    while (tile.late_read < tile.late) read_late(&tile, &r, map);
     *reader = r;
 }
 

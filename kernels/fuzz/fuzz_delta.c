@@ -1,4 +1,5 @@
-/* Damages valid payloads, tables and bases in seeded ways and decodes them, built with sanitizers by run.py.
+/* Checks that valid inputs give the expected bytes both ways, then damages payloads, tables and bases in seeded ways
+ * and decodes those; built with sanitizers, or for another machine, by run.py.
  *
  *   fuzz_delta SEEDS COUNT SEED
  *
@@ -26,7 +27,7 @@ typedef struct {
     rose_map map;
     int64_t n, chunk_elements, chunks, payload_bytes;
     int has_history;
-    void *base;
+    void *base, *target;
     uint8_t *history, *payloads;
     int64_t *ends;
     uint32_t *expected;
@@ -70,6 +71,7 @@ static int read_seed(FILE *file, seed *s) {
     memcpy(&s->map, map, sizeof s->map);
     free(map);
     s->base = taken(file, (size_t)s->n * s->map.width);
+    s->target = taken(file, (size_t)s->n * s->map.width);
     s->history = s->has_history ? taken(file, (size_t)s->n) : 0;
     s->expected = taken(file, (size_t)contexts_of(s) * 4);
     s->gap_frequencies = taken(file, gaps_bytes(s));
@@ -131,6 +133,45 @@ static int64_t decode(const seed *s, const uint8_t *payloads, const int64_t *end
     EXPECT(applied == found);
     free(scratch), free(apply_scratch), free(indices), free(found_ends), free(new_values), free(held);
     return found;
+}
+
+/* The seed was encoded by other kernels: these must write the same bytes, and decode to the target. */
+static void check_seed(const seed *s) {
+    const int64_t n = s->n, contexts = contexts_of(s), value_contexts = value_contexts_of(s);
+    const int64_t scratch_bytes = rose_scan_scratch_bytes(s->chunk_elements), raw_capacity = 4 * n + 16 * s->chunks;
+    const size_t base_bytes = (size_t)n * s->map.width;
+    uint8_t *scratch = malloc((size_t)scratch_bytes), *raw = malloc((size_t)raw_capacity);
+    uint8_t *gap_symbols = malloc((size_t)n), *value_symbols = malloc((size_t)n), *value_of = malloc((size_t)n);
+    uint32_t *counts = malloc((size_t)(s->chunks * contexts) * 4);
+    uint32_t *gap_histogram = calloc((size_t)contexts * ROSE_GAP_SYMBOLS, 4);
+    uint32_t *value_histogram = calloc((size_t)value_contexts * ROSE_VALUE_SYMBOLS, 4);
+    int64_t *raw_ends = malloc((size_t)s->chunks * 8), *ends = malloc((size_t)s->chunks * 8);
+    int64_t changed = rose_scan(&s->map, s->base, s->target, s->history, n, s->chunk_elements, scratch, scratch_bytes,
+                                counts, gap_symbols, value_symbols, value_of, gap_histogram, value_histogram, raw,
+                                raw_capacity, raw_ends);
+    EXPECT(changed >= 0);
+    rose_encoder_symbol *gap_tables = malloc((size_t)contexts * ROSE_GAP_SYMBOLS * sizeof *gap_tables);
+    rose_encoder_symbol *value_tables = malloc((size_t)value_contexts * ROSE_VALUE_SYMBOLS * sizeof *value_tables);
+    EXPECT(rose_encoder_tables(s->gap_frequencies, contexts, ROSE_GAP_SYMBOLS, gap_tables) == 0);
+    EXPECT(rose_encoder_tables(s->value_frequencies, value_contexts, ROSE_VALUE_SYMBOLS, value_tables) == 0);
+    const int64_t bound = rose_pack_bound(changed, raw_ends[s->chunks - 1], contexts, s->chunks);
+    uint8_t *packed = malloc((size_t)bound);
+    int64_t length = rose_pack(counts, s->expected, contexts, s->chunks, gap_symbols, value_symbols, value_of, changed,
+                               raw, raw_ends, gap_tables, value_tables, value_contexts, packed, bound, ends);
+    EXPECT(length == s->payload_bytes && memcmp(packed, s->payloads, (size_t)length) == 0);
+    EXPECT(memcmp(ends, s->ends, (size_t)s->chunks * 8) == 0);
+    uint32_t *gaps = malloc((size_t)contexts * ROSE_SLOTS * 4), *values = malloc((size_t)value_contexts * ROSE_SLOTS * 4);
+    EXPECT(rose_decoder_tables(s->gap_frequencies, contexts, ROSE_GAP_SYMBOLS, gaps) == 0);
+    EXPECT(rose_decoder_tables(s->value_frequencies, value_contexts, ROSE_VALUE_SYMBOLS, values) == 0);
+    const int64_t apply_bytes = rose_apply_scratch_bytes(s->chunk_elements);
+    uint8_t *apply_scratch = malloc((size_t)apply_bytes);
+    void *applied = copied(s->base, base_bytes);
+    EXPECT(rose_apply(&s->map, s->payloads, s->ends, applied, s->history, n, s->chunk_elements, s->expected, gaps,
+                      values, apply_scratch, apply_bytes) == changed);
+    EXPECT(memcmp(applied, s->target, base_bytes) == 0);
+    free(scratch), free(raw), free(gap_symbols), free(value_symbols), free(value_of), free(counts);
+    free(gap_histogram), free(value_histogram), free(raw_ends), free(ends), free(gap_tables), free(value_tables);
+    free(packed), free(gaps), free(values), free(apply_scratch), free(applied);
 }
 
 static int64_t try_damaged(const seed *s) {
@@ -202,6 +243,11 @@ int main(int argc, char **argv) {
     while (count < 256 && read_seed(file, &seeds[count])) count++;
     fclose(file);
     if (!count) return 2;
+    for (int32_t fastest = 0; fastest < 2; fastest++) {
+        rose_delta_use(fastest);
+        for (int i = 0; i < count; i++) check_seed(&seeds[i]);
+    }
+    printf("fuzz_delta: %d valid inputs encode and decode as expected\n", count);
     const int64_t inputs = atoll(argv[2]);
     random_state = (uint64_t)atoll(argv[3]);
     int64_t accepted = 0;

@@ -50,12 +50,11 @@ class Cursor:
 
     def varint(self) -> int:
         """A variable-length integer of at most 32 bits."""
-        value = 0
-        for shift in range(0, 35, 7):
-            byte = self.uint(1)
+        value = shift = 0
+        for byte in self.data[self.position : self.position + 5]:
             value |= (byte & 0x7F) << shift
-            if byte < 0x80:
-                if value >= 1 << 32:
-                    break
+            shift += 7
+            if byte < 0x80 and value < 1 << 32:
+                self.position += shift // 7
                 return value
-        raise CorruptDelta(f"a number at {self.position} has more than 32 bits")
+        raise CorruptDelta(f"no number of at most 32 bits at {self.position} of {len(self.data)}")

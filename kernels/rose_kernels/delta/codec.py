@@ -28,7 +28,7 @@ from rose_kernels.delta.tables import CHUNK_ELEMENTS_MAX, GroupTables, frequenci
 _In = TypeVar("_In")
 _Out = TypeVar("_Out")
 
-_SPAN_CHUNKS = 8
+_SPAN_CHUNKS = 16
 """Chunks handed to a kernel in one call: enough to make the call's price small, few enough to share out."""
 
 
