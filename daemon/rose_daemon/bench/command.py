@@ -92,7 +92,7 @@ def delta(
         typer.Option(help="Two checkpoints to measure on, directories or safetensors files: OLD NEW."),
     ] = None,
     elements: Annotated[int, typer.Option(min=4096, help="Weights of each generated matrix.")] = 1 << 24,
-    copies: Annotated[int, typer.Option(min=1, help="Copies that speeds are taken on, as one group.")] = 3,
+    copies: Annotated[int, typer.Option(min=1, help="Copies that speeds are taken on, as one group.")] = 4,
     rounds: Annotated[int, typer.Option(min=1, help="Times that each row is measured.")] = 7,
     seed: Annotated[int, typer.Option(help="Of the generated weights.")] = 1,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the report here.")] = None,

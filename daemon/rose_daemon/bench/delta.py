@@ -95,7 +95,7 @@ class DeltaBench:
         self.peer_rows = {peer.name: Row(peer.name, 1) for peer in self._peers}
 
     def run(self, say: Callable[[str], None]) -> None:
-        """All rounds; peers, which are slow, only in the first three."""
+        """All rounds; peers, which are slow, only in the first two."""
         self._sizes()
         for number in range(self._rounds):
             say(f"{self._workload.name}: round {number + 1} of {self._rounds}")
@@ -103,7 +103,7 @@ class DeltaBench:
             for mode in self._ours:
                 self._measure_ours(mode)
                 self._measure_baseline()
-            for peer in self._peers if number < 3 else ():
+            for peer in self._peers if number < 2 else ():
                 self._measure_peer(peer)
 
     def report_rows(self) -> list[dict[str, Any]]:

@@ -119,7 +119,9 @@ class GroupTables:
         values = np.stack([get_frequencies(cursor, VALUE_SYMBOLS) for _ in range(plan.value_contexts)])
         if cursor.left:
             raise CorruptDelta(f"{cursor.left} bytes after the tables")
-        return cls(plan, gaps, values, expected)
+        tables = cls(plan, gaps, values, expected)
+        tables.__dict__["blob"] = data  # as another encoder may have written the same tables otherwise
+        return tables
 
 
 def _read_plan(cursor: Cursor) -> Plan:

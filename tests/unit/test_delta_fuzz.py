@@ -1,0 +1,36 @@
+"""The C kernels under the address and undefined-behaviour sanitizers; `make fuzz-delta` runs many more inputs."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+RUN = Path(__file__).parents[2] / "kernels" / "fuzz" / "run.py"
+
+
+def sanitizers_work(folder: Path) -> bool:
+    program = folder / "probe"
+    source = folder / "probe.c"
+    source.write_text("int main(void) { return 0; }\n")
+    command = ["gcc", "-fsanitize=address,undefined", "-o", str(program), str(source)]
+    if shutil.which("gcc") is None or subprocess.run(command, capture_output=True, check=False).returncode:
+        return False
+    return subprocess.run([str(program)], capture_output=True, check=False).returncode == 0
+
+
+def test_damaged_inputs_under_sanitizers(tmp_path: Path) -> None:
+    if not sanitizers_work(tmp_path):
+        pytest.skip("gcc's sanitizers do not work here")
+    done = subprocess.run(
+        [sys.executable, str(RUN), "--count", "2000", "--seed", "3"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "encode and decode as expected" in done.stdout
+    assert "no fault" in done.stdout
