@@ -1,4 +1,4 @@
-"""The C kernels under the address and undefined-behaviour sanitizers; `make fuzz-delta` runs many more inputs."""
+"""The C kernels under sanitizers for addresses and undefined behaviour; `make fuzz-delta` runs many more."""
 
 from __future__ import annotations
 

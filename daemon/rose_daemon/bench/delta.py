@@ -210,21 +210,22 @@ def measure(
 
 
 def show(report: dict[str, Any], console: Console) -> None:
-    """The rows as a table."""
-    table = Table(title=f"weight deltas, {report['kernels']} kernels", title_justify="left")
-    for column in ("data", "changed", "format", "threads", "B/changed", "encode", "decode", "pairs", "exact"):
-        table.add_column(column, justify="left" if column in ("data", "format") else "right")
-    for row in report["rows"]:
-        pairs = row.get("decode_pairs_vs_memcpy")
-        table.add_row(
-            row["data"], f"{row['density']:.2%}", row["format"], str(row["threads"]),
-            f"{row['bytes_per_change']:.3f}", f"{row['encode_vs_not_equal']:.2f}",
-            f"{row['decode_vs_memcpy']:.2f}", "" if pairs is None else f"{pairs:.2f}",
-            "yes" if row["roundtrip"] else "NO",
-        )  # fmt: skip
-    console.print(table)
-    base = report["baseline"]
-    console.print(
-        f"encode: share of np.not_equal, here {base['not_equal_gb_s']} GB/s; decode, in place or to pairs of "
-        f"index and value: share of memcpy, here {base['memcpy_gb_s']} GB/s"
-    )
+    """The rows as one table for each workload."""
+    for data, base in report["baseline"]["by_data"].items():
+        rows = [row for row in report["rows"] if row["data"] == data]
+        title = f"{data}, {rows[0]['density']:.2%} changed, {report['kernels']} kernels"
+        table = Table(title=title, title_justify="left")
+        for column in ("format", "threads", "B/changed", "encode", "decode", "pairs", "exact"):
+            table.add_column(column, justify="left" if column == "format" else "right")
+        for row in rows:
+            pairs = row.get("decode_pairs_vs_memcpy")
+            table.add_row(
+                row["format"], str(row["threads"]), f"{row['bytes_per_change']:.3f}",
+                f"{row['encode_vs_not_equal']:.2f}", f"{row['decode_vs_memcpy']:.2f}",
+                "" if pairs is None else f"{pairs:.2f}", "yes" if row["roundtrip"] else "NO",
+            )  # fmt: skip
+        console.print(table)
+        console.print(
+            f"encode: share of np.not_equal, here {base['not_equal_gb_s']} GB/s; decode, in place or to pairs\n"
+            f"of index and value: share of memcpy, here {base['memcpy_gb_s']} GB/s\n"
+        )
