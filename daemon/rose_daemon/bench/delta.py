@@ -226,6 +226,6 @@ def show(report: dict[str, Any], console: Console) -> None:
             )  # fmt: skip
         console.print(table)
         console.print(
-            f"encode: share of np.not_equal, here {base['not_equal_gb_s']} GB/s; decode, in place or to pairs\n"
-            f"of index and value: share of memcpy, here {base['memcpy_gb_s']} GB/s\n"
+            f"encode: share of np.not_equal, here {base['not_equal_gb_s']} GB/s; decode, in place or to\n"
+            f"pairs of index and value: share of memcpy, here {base['memcpy_gb_s']} GB/s\n"
         )
