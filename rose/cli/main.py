@@ -44,7 +44,7 @@ _SUMMARY = {
     "scheduler": "Run rose-scheduler with its gateway.",
     "relay": "Run the relay that weight versions go through.",
     "demo": "Run the whole system on this machine and report.",
-    "bench": "Measure: co-serving, deltas, gateway, cluster.",
+    "bench": "Measure: co-serving, weight deltas.",
     "profile": "Measure how long the steps of a model take on this host.",
     "sim": "Run or reproduce experiments in the simulator.",
 }

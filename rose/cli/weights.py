@@ -6,11 +6,13 @@ What reads or writes weights loads NumPy when it is called; `rollback` and `foll
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import urlsplit
 
 import typer
 
@@ -18,7 +20,7 @@ from rose import config as configuration
 from rose import wire
 from rose.cli.control import ask
 from rose.cli.options import ConfigOption, JsonOption, SocketOption, socket_path
-from rose.errors import ConfigError, NotFound, TimedOut
+from rose.errors import ConfigError, NotFound, NotReady, TimedOut
 from rose.units import MIB, JobId, WeightVersion
 
 if TYPE_CHECKING:
@@ -36,6 +38,7 @@ VersionArgument = Annotated[int, typer.Argument(metavar="VERSION", min=0)]
 RelayOption = Annotated[bool, typer.Option("--relay", help="Ask the relay, not this host's store.")]
 
 _POLL_S = 0.1
+_CONNECT_S = 3.0
 
 
 # ---- what there is --------------------------------------------------------------------------------
@@ -219,9 +222,9 @@ def publish(
     from rose.weights.publisher import Publisher  # noqa: PLC0415
 
     settings = configuration.load(config)
+    state = open_checkpoint(directory).state
     stat = asyncio.run(_stat(settings, JobId(job)))
     newest = max(stat.versions, default=WeightVersion(0))
-    state = open_checkpoint(directory).state
     base_state = state if base is None else open_checkpoint(base).state
     if base is not None and newest:
         held = asyncio.run(_manifest(settings, JobId(job), newest)).target_digests
@@ -285,25 +288,38 @@ def follow(job: JobArgument, config: ConfigOption = None, socket: SocketOption =
 # ---- inside ---------------------------------------------------------------------------------------
 
 
-async def _stat(settings: configuration.Config, job: JobId) -> Any:
+@contextlib.asynccontextmanager
+async def _relay(settings: configuration.Config) -> AsyncIterator[Any]:
+    """A client of the relay; raises NotReady when nothing listens there, as its own patience is long."""
     from rose.weights.relay.local import RelayClient  # noqa: PLC0415
 
+    address = urlsplit(settings.relay.url)
+    port = address.port or (443 if address.scheme == "https" else 80)
+    try:
+        _, writer = await asyncio.wait_for(asyncio.open_connection(address.hostname, port), _CONNECT_S)
+    except (OSError, TimeoutError):
+        raise NotReady(
+            f"no relay answers at {settings.relay.url}", "start it with `rose relay`, or mend [relay] url"
+        ) from None
+    writer.close()
     async with RelayClient.from_config(settings.relay) as relay:
+        yield relay
+
+
+async def _stat(settings: configuration.Config, job: JobId) -> Any:
+    async with _relay(settings) as relay:
         return await relay.stat(job)
 
 
 async def _manifest(settings: configuration.Config, job: JobId, version: WeightVersion) -> Any:
-    from rose.weights.relay.local import RelayClient  # noqa: PLC0415
-
-    async with RelayClient.from_config(settings.relay) as relay:
+    async with _relay(settings) as relay:
         return (await relay.manifest(job, version)).manifest
 
 
 async def _pull(settings: configuration.Config, job: JobId, version: WeightVersion, directory: Path) -> Path:
     from rose.weights import receiver  # noqa: PLC0415
-    from rose.weights.relay.local import RelayClient  # noqa: PLC0415
 
-    async with RelayClient.from_config(settings.relay) as relay:
+    async with _relay(settings) as relay:
         return await receiver.pull(relay, job, version, directory, timeout_s=settings.node.weights_timeout_s)
 
 

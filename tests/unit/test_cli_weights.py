@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,10 +56,13 @@ def rose(monkeypatch: pytest.MonkeyPatch, config: Path) -> Rose:
 
 
 @pytest.fixture
-def relay(monkeypatch: pytest.MonkeyPatch) -> MemoryRelay:
+def relay(monkeypatch: pytest.MonkeyPatch, config: Path) -> Iterator[MemoryRelay]:
     made = MemoryRelay()
     monkeypatch.setattr(RelayClient, "from_config", lambda *arguments, **options: made)
-    return made
+    with socket.create_server(("127.0.0.1", 0)) as listening:  # somebody has to answer at the address
+        port = listening.getsockname()[1]
+        config.write_text(f'{config.read_text()}[relay]\nurl = "http://127.0.0.1:{port}"\n')
+        yield made
 
 
 @pytest.fixture
@@ -200,3 +204,21 @@ def test_rollback_waits_for_the_engines(rose: Rose, tmp_path: Path, capsys: Any)
     assert rose(*arguments) == Exit.NOT_FOUND
     assert capsys.readouterr().err == "rose: no way back\nhint: pull it\n"
     rosed.close()
+
+
+def test_a_relay_that_is_not_there_is_said_at_once(
+    rose: Rose, config: Path, tmp_path: Path, capsys: Any
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    config.write_text(f'{config.read_text()}[relay]\nurl = "http://127.0.0.1:{port}"\n')
+    for arguments in (("list", JOB, "--relay"), ("show", JOB, 1, "--relay"), ("pull", JOB, 1)):
+        assert rose(*arguments) == Exit.NOT_READY
+        assert f"no relay answers at http://127.0.0.1:{port}" in capsys.readouterr().err
+
+
+def test_a_checkpoint_that_is_not_there_is_said_before_the_relay_is_asked(
+    rose: Rose, tmp_path: Path, capsys: Any
+) -> None:
+    assert rose("publish", JOB, tmp_path / "none") != Exit.OK
+    assert str(tmp_path / "none") in capsys.readouterr().err

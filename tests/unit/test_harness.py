@@ -21,6 +21,7 @@ from rose_daemon.harness.generator import COMMAND, LoadGenerator, Replay
 from rose_daemon.harness.marked import end_marked, marked_environ, marked_pids
 from rose_daemon.harness.processes import Placement, last_error, spawn, until
 from rose_daemon.harness.stack import Cores, StackPlan, configuration, free_ports, toml
+from rose_daemon.harness.summary import check_report_path
 from scipy.stats import binomtest
 
 from rose.config import ReplicaConfig, build
@@ -405,3 +406,30 @@ def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be written"):
         run_in(tmp_path / "file" / "out")
+
+
+def test_an_unusable_report_path_is_refused_before_the_run(tmp_path: Path) -> None:
+    check_report_path(None)
+    check_report_path(tmp_path / "new" / "folder" / "report.json")
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path, tmp_path / "file" / "report.json", Path("/proc/x.json")):
+        with pytest.raises(ConfigError, match="the report cannot be written"):
+            check_report_path(path)
+
+
+async def test_shared_memory_of_a_killed_child_is_removed(tmp_path: Path) -> None:
+    script = (
+        "import signal, time; from multiprocessing import shared_memory as m; "
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+        "b = m.SharedMemory(create=True, size=4096); print(b.name, flush=True); time.sleep(600)"
+    )
+    child = await spawn("child", [sys.executable, "-c", script], tmp_path / "log", environ=os.environ)
+
+    async def named() -> bool:
+        return bool((tmp_path / "log").read_text().strip())
+
+    await until("the block", named, 30, 0.05)
+    block = Path("/dev/shm") / (tmp_path / "log").read_text().strip()
+    assert block.exists()
+    await child.stop(0.1)
+    assert not block.exists()

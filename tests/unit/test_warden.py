@@ -8,6 +8,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing import resource_tracker
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
 import pytest
@@ -191,3 +193,34 @@ def test_a_process_may_have_any_name() -> None:
         assert isinstance(held, int)
         assert held > 0
         odd.stdin.close()
+
+
+def test_shared_memory_of_a_killed_engine_is_removed(start: Start) -> None:
+    script = """
+import time
+from multiprocessing import shared_memory
+block = shared_memory.SharedMemory(create=True, size=4096)
+print("block", block.name, flush=True)
+time.sleep(600)
+"""
+    run = start(script, 0.2)
+    until(lambda: "block " in run.text())
+    block = Path("/dev/shm") / run.text().split("block ")[1].split()[0]
+    assert block.exists()
+    run.process.send_signal(signal.SIGUSR1)
+    run.process.wait(15)
+    assert not block.exists()
+
+
+def test_shared_memory_that_somebody_else_has_mapped_stays() -> None:
+    ours = SharedMemory(create=True, size=4096)
+    block = Path("/dev/shm") / ours.name
+    try:
+        assert block in warden.shared_memory([os.getpid()])
+        warden.remove_abandoned({block})
+        assert block.exists()
+    finally:
+        ours.close()
+        warden.remove_abandoned({block})
+    assert not block.exists()
+    resource_tracker.unregister(f"/{ours.name}", "shared_memory")

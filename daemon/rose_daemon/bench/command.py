@@ -14,7 +14,7 @@ from rose_daemon.harness.interrupts import INTERRUPTED, Interrupts
 from rose_daemon.harness.load import Budgets
 from rose_daemon.harness.replay import ReplayPlan
 from rose_daemon.harness.screen import Screen
-from rose_daemon.harness.summary import write_report
+from rose_daemon.harness.summary import check_report_path, write_report
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False, no_args_is_help=True)
 
@@ -32,19 +32,21 @@ def coserve(
         str, typer.Option(help="Comma-separated: alone, naive, rose-strict, rose-slack, rollout-alone.")
     ] = "alone,naive,rose-strict,rose-slack",
     rounds: Annotated[int, typer.Option(min=1, help="Times that each mode is measured.")] = 3,
-    duration: Annotated[float, typer.Option(min=1, help="Seconds of one run.")] = 40.0,
+    duration: Annotated[float, typer.Option(min=1, max=86_400, help="Seconds of one run.")] = 40.0,
     trace: Annotated[
         Path | None, typer.Option(help="Azure LLM inference CSV to replay; default: a generated trace.")
     ] = None,
-    offset: Annotated[float, typer.Option(min=0, help="Seconds of the trace to skip.")] = 0.0,
-    rate: Annotated[float, typer.Option(min=0.01, help="Mean serving requests a second.")] = 5.5,
+    offset: Annotated[float, typer.Option(min=0, max=1e7, help="Seconds of the trace to skip.")] = 0.0,
+    rate: Annotated[float, typer.Option(min=0.01, max=1000, help="Mean serving requests a second.")] = 5.5,
     size_divisor: Annotated[float, typer.Option(help="How much shorter requests are than recorded.")] = 6.5,
     concurrency: Annotated[int, typer.Option(min=1, help="Rollout requests at a time.")] = 16,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Prompt of a rollout request.")] = 640,
     output_tokens: Annotated[int, typer.Option(min=1, help="Answer to a rollout request.")] = 128,
     ttft_ms: Annotated[float, typer.Option(min=1, help="TTFT budget.")] = 250.0,
     tpot_ms: Annotated[float, typer.Option(min=1, help="TPOT budget.")] = 60.0,
-    seed: Annotated[int, typer.Option(help="Of the traces, the prompts, and the bootstrap.")] = 1,
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**32 - 1, help="Of the traces, the prompts, and the bootstrap.")
+    ] = 1,
     out: Annotated[Path, typer.Option(help="Where configuration, logs and report go.")] = DIRECTORY,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the report here as well.")] = None,
 ) -> None:
@@ -56,6 +58,7 @@ def coserve(
     from rose_daemon.bench import report as reports  # noqa: PLC0415
     from rose_daemon.bench.coserve import Coserve, CoserveOptions, parse_modes  # noqa: PLC0415
 
+    check_report_path(json_file)
     options = CoserveOptions(
         directory=out.resolve(),
         modes=parse_modes(modes),
@@ -77,10 +80,10 @@ def coserve(
         console.print("interrupted; everything that was started has ended")
         raise typer.Exit(INTERRUPTED)
     report = reports.build(measured)
+    reports.show(report, console)
     for path in (options.directory / "report.json", json_file):
         if path is not None:
             write_report(path, report)
-    reports.show(report, console)
     console.print(f"report: {options.directory / 'report.json'}", soft_wrap=True)
     raise typer.Exit(report["exit_code"])
 
@@ -94,7 +97,7 @@ def delta(
     elements: Annotated[int, typer.Option(min=4096, help="Weights of each generated matrix.")] = 1 << 24,
     copies: Annotated[int, typer.Option(min=1, help="Copies that speeds are taken on, as one group.")] = 4,
     rounds: Annotated[int, typer.Option(min=1, help="Times that each row is measured.")] = 7,
-    seed: Annotated[int, typer.Option(help="Of the generated weights.")] = 1,
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of the generated weights.")] = 1,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the report here.")] = None,
 ) -> None:
     """Sizes and speeds of weight deltas: our modes beside the formats of other systems.

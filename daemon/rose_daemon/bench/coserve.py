@@ -23,7 +23,7 @@ from rose import wire
 from rose.boards import WatchedBoard
 from rose.config import ReplicaConfig
 from rose.core.readings import ReplicaReading, SlackReading, Unknown
-from rose.errors import EngineFailed, NotReady, RoseError
+from rose.errors import ConfigError, EngineFailed, NotReady
 from rose.traces import TraceRequest
 from rose.units import NS_PER_S, ReplicaId
 from rose_daemon.demo.checkpoints import make_model_files
@@ -312,14 +312,14 @@ def _line(run: Run) -> str:
 
 
 def parse_modes(text: str) -> tuple[Mode, ...]:
-    """Modes from a comma-separated list; the reference is added.  Raises RoseError for an unknown one."""
+    """Modes from a comma-separated list; the reference is added.  Raises ConfigError for an unknown one."""
     modes: list[Mode] = []
     for name in text.split(","):
         try:
             mode = Mode(name.strip())
         except ValueError:
             known = ", ".join(Mode)
-            raise RoseError(f"--modes: {name.strip()!r} is not a mode", f"known: {known}") from None
+            raise ConfigError(f"--modes: {name.strip()!r} is not a mode", f"known: {known}") from None
         if mode not in modes:
             modes.append(mode)
     if Mode.ROLLOUT_ALONE not in modes and modes != [Mode.ALONE]:

@@ -13,7 +13,7 @@ from rose_daemon.harness.interrupts import INTERRUPTED, Interrupts
 from rose_daemon.harness.load import Budgets
 from rose_daemon.harness.replay import ReplayPlan
 from rose_daemon.harness.screen import Screen
-from rose_daemon.harness.summary import write_report
+from rose_daemon.harness.summary import check_report_path, write_report
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
@@ -23,19 +23,22 @@ DIRECTORY = Path("out/demo")
 @app.command()
 def demo(
     duration: Annotated[
-        float, typer.Option(min=1, help="Seconds of rollout, at least; serving has load all the time.")
+        float,
+        typer.Option(min=1, max=86_400, help="Seconds of rollout, at least; serving has load all the time."),
     ] = 120.0,
     steps: Annotated[int, typer.Option(min=1, help="RL steps, at least.")] = 3,
-    groups: Annotated[int, typer.Option(min=1, help="Groups of four episodes in a step.")] = 8,
+    groups: Annotated[int, typer.Option(min=1, max=1000, help="Groups of four episodes in a step.")] = 8,
     trace: Annotated[
         Path | None, typer.Option(help="Azure LLM inference CSV to replay; default: a generated trace.")
     ] = None,
-    offset: Annotated[float, typer.Option(min=0, help="Seconds of the trace to skip.")] = 0.0,
-    rate: Annotated[float, typer.Option(min=0.01, help="Mean serving requests a second.")] = 4.0,
+    offset: Annotated[float, typer.Option(min=0, max=1e7, help="Seconds of the trace to skip.")] = 0.0,
+    rate: Annotated[float, typer.Option(min=0.01, max=1000, help="Mean serving requests a second.")] = 4.0,
     size_divisor: Annotated[float, typer.Option(help="How much shorter requests are than recorded.")] = 8.0,
     ttft_ms: Annotated[float, typer.Option(min=1, help="TTFT budget.")] = 250.0,
     tpot_ms: Annotated[float, typer.Option(min=1, help="TPOT budget.")] = 60.0,
-    seed: Annotated[int, typer.Option(help="Of the trace, the prompts and the lakes.")] = 1,
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**32 - 1, help="Of the trace, the prompts and the lakes.")
+    ] = 1,
     out: Annotated[Path, typer.Option(help="Where configuration, logs and report go.")] = DIRECTORY,
     keep: Annotated[bool, typer.Option("--keep", help="Keep models, state, a checkpoint a version.")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the report here as well.")] = None,
@@ -50,6 +53,7 @@ def demo(
     from rose_daemon.demo.episodes import EpisodePlan  # noqa: PLC0415
     from rose_daemon.demo.run import Demo, DemoOptions  # noqa: PLC0415
 
+    check_report_path(json_file)
     options = DemoOptions(
         directory=out.resolve(),
         steps=steps,
@@ -74,9 +78,9 @@ def demo(
         console.print("interrupted; everything that was started has ended")
         raise typer.Exit(INTERRUPTED)
     report = reports.build(found)
+    reports.show(report, console)
     for path in (options.directory / "report.json", json_file):
         if path is not None:
             write_report(path, report)
-    reports.show(report, console)
     console.print(f"report: {options.directory / 'report.json'}", soft_wrap=True)
     raise typer.Exit(report["exit_code"])

@@ -12,6 +12,8 @@ import signal
 import time
 from pathlib import Path
 
+from rose_daemon.node.warden import remove_abandoned, shared_memory
+
 MARK = "ROSE_STACK"
 
 
@@ -46,11 +48,14 @@ def end_marked(stack_id: str, grace_s: float) -> int:
     while marked_pids(stack_id) and time.monotonic() < deadline:
         time.sleep(0.1)
     killed = 0
+    shared: set[Path] = set()
     # Again until none is left: a process may have been forked between two looks.
     while pids := marked_pids(stack_id):
+        shared |= shared_memory(pids)
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
                 killed += 1
         time.sleep(0.05)
+    remove_abandoned(shared)
     return killed

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 
 from rose.errors import EngineFailed, TimedOut
+from rose_daemon.node.warden import parents, remove_abandoned, shared_memory
 
 _PR_SET_PDEATHSIG = 1
 _LOG_TAIL_LINES = 400
@@ -67,9 +68,13 @@ class Child:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.process.wait(), grace_s)
                 await self._group_ends(LEFTOVERS_GRACE_S)
+        shared = shared_memory(group_members(self.process.pid))
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         await self.process.wait()
+        if shared:
+            await self._group_ends(LEFTOVERS_GRACE_S)
+            remove_abandoned(shared)
 
     async def _group_ends(self, grace_s: float) -> None:
         """Give the rest of the process group time to clean up, such as Python's tracker of shared memory."""
@@ -112,6 +117,16 @@ async def spawn(
         except OSError as error:
             raise EngineFailed(f"{name} cannot be started: {command[0]}: {error.strerror}") from None
     return Child(name, process, log)
+
+
+def group_members(group: int) -> list[int]:
+    """Processes of a process group."""
+    found = []
+    for pid in parents():
+        with contextlib.suppress(ProcessLookupError):
+            if os.getpgid(pid) == group:
+                found.append(pid)
+    return found
 
 
 def _before_exec(parent: int, placement: Placement) -> Callable[[], None]:

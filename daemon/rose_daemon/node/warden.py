@@ -24,7 +24,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import BinaryIO
@@ -35,6 +35,7 @@ KILL = signal.SIGUSR1
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _READ_BYTES = 1 << 16
+_MULTIPROCESSING = ("/dev/shm/psm_", "/dev/shm/sem.mp-")
 
 
 class BoundedLog:
@@ -173,12 +174,18 @@ class Warden:
                 os.kill(self._engine.pid, signal.SIGTERM)
 
     def _kill_all(self) -> None:
-        """SIGKILL every descendant, until none is left: a process may fork while it is being hunted."""
+        """SIGKILL every descendant, until none is left: a process may fork while it is being hunted.
+
+        Python's tracker of shared memory is one of them, so its work is done here.
+        """
+        shared: set[Path] = set()
         while victims := descendants(os.getpid()):
+            shared |= shared_memory(victims)
             for pid in victims:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             time.sleep(0.01)
+        remove_abandoned(shared)
 
 
 def parents() -> dict[int, int]:
@@ -203,6 +210,26 @@ def descendants(pid: int, parent_of: Mapping[int, int] | None = None) -> list[in
         level = {child for child, parent in known.items() if parent in level}
         found += level
     return found
+
+
+def shared_memory(pids: Iterable[int]) -> set[Path]:
+    """Files of Python's multiprocessing (shared memory and semaphores) that these processes have mapped."""
+    found: set[Path] = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines():
+                path = line.split(maxsplit=5)[5:]
+                if path and path[0].startswith(_MULTIPROCESSING):
+                    found.add(Path(path[0]))
+    return found
+
+
+def remove_abandoned(files: set[Path]) -> None:
+    """Remove those of `files` that no living process has mapped."""
+    if left := {path for path in files if path.exists()}:
+        for path in left - shared_memory(parents()):
+            with contextlib.suppress(OSError):
+                path.unlink()
 
 
 def main() -> None:

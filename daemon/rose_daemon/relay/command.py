@@ -41,6 +41,8 @@ async def _run(settings: RelayConfig) -> None:
         loop.add_signal_handler(number, stop.set)
     async with serving(settings) as url:
         print(f"relay listening on {url}", file=sys.stderr, flush=True)
+        if url.rstrip("/") != settings.url.rstrip("/"):
+            print(f"note: nodes and trainers look for it at [relay] url = {settings.url}", file=sys.stderr)
         sdnotify.notify("READY=1")
         await stop.wait()
         sdnotify.notify("STOPPING=1")
