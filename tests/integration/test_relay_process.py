@@ -395,3 +395,16 @@ async def test_a_killed_relay_loses_its_versions_and_a_new_one_takes_them(tmp_pa
     again.terminate()
     again.communicate(timeout=10)
     assert again.returncode == 0
+
+
+def test_an_address_that_nobody_looks_at_is_said(tmp_path: Path) -> None:
+    process = rose_relay(tmp_path, environ={"ROSE_RELAY__PORT": "0"})
+    try:
+        assert process.stderr is not None
+        assert process.stderr.readline().startswith("relay listening on ")
+        assert process.stderr.readline() == (
+            "note: nodes and trainers look for it at [relay] url = http://127.0.0.1:7702\n"
+        )
+    finally:
+        process.terminate()
+        process.communicate(timeout=30)

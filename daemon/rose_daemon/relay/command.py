@@ -32,16 +32,17 @@ def relay(
         settings = msgspec.structs.replace(settings, host=host)
     if port is not None:
         settings = msgspec.structs.replace(settings, port=port)
-    uvloop.run(_run(settings))
+    by_config = host is None and port is None
+    uvloop.run(_run(settings, by_config=by_config))
 
 
-async def _run(settings: RelayConfig) -> None:
+async def _run(settings: RelayConfig, *, by_config: bool) -> None:
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
     async with serving(settings) as url:
         print(f"relay listening on {url}", file=sys.stderr, flush=True)
-        if url.rstrip("/") != settings.url.rstrip("/"):
+        if by_config and url.rstrip("/") != settings.url.rstrip("/"):
             print(f"note: nodes and trainers look for it at [relay] url = {settings.url}", file=sys.stderr)
         sdnotify.notify("READY=1")
         await stop.wait()
