@@ -14,7 +14,7 @@ from rose_daemon.harness.interrupts import INTERRUPTED, Interrupts
 from rose_daemon.harness.load import Budgets
 from rose_daemon.harness.replay import ReplayPlan
 from rose_daemon.harness.screen import Screen
-from rose_daemon.harness.summary import check_report_path, write_report
+from rose_daemon.harness.summary import check_report_path, write_report, write_reports
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False, no_args_is_help=True)
 
@@ -81,10 +81,7 @@ def coserve(
         raise typer.Exit(INTERRUPTED)
     report = reports.build(measured)
     reports.show(report, console)
-    for path in (options.directory / "report.json", json_file):
-        if path is not None:
-            write_report(path, report)
-    console.print(f"report: {options.directory / 'report.json'}", soft_wrap=True)
+    write_reports(report, options.directory, json_file, console)
     raise typer.Exit(report["exit_code"])
 
 

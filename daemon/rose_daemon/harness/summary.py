@@ -11,6 +11,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from rose.errors import ConfigError
 from rose_daemon.harness.load import LATE_MS, Budgets, RequestRecord
 from rose_daemon.harness.stats import percentiles, rounded, wilson
@@ -104,6 +106,15 @@ def write_report(path: Path, report: dict[str, Any]) -> None:
         path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         raise _unusable(path, error) from None
+
+
+def write_reports(report: dict[str, Any], directory: Path, json_file: Path | None, console: Console) -> None:
+    """Write a run's report into its directory and, if asked for, to `json_file`; say where the first is."""
+    kept = directory / "report.json"
+    for path in (kept, json_file):
+        if path is not None:
+            write_report(path, report)
+    console.print(f"report: {kept}", soft_wrap=True)
 
 
 def _unusable(path: Path, error: OSError) -> ConfigError:
