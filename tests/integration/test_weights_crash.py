@@ -10,7 +10,6 @@ import asyncio
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -70,20 +69,17 @@ class Trainer:
 
 
 @pytest.fixture
-def relay() -> Iterator[RelayConfig]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    config = RelayConfig(url=f"http://127.0.0.1:{port}")
-    script = (
-        "import sys, uvloop\nfrom rose.config import RelayConfig\n"
-        "from rose_daemon.relay.command import _run\n"
-        "uvloop.run(_run(RelayConfig(port=int(sys.argv[1]))))"
-    )
-    process = subprocess.Popen([sys.executable, "-c", script, str(port)], stderr=subprocess.DEVNULL)
-    yield config
-    process.kill()
-    process.wait()
+def relay(tmp_path: Path) -> Iterator[RelayConfig]:
+    """The command itself, so that it is what is killed and cannot differ from what users run."""
+    config = tmp_path / "rose.toml"
+    config.write_text("schema = 1\n")
+    command = [sys.executable, "-m", "rose.cli.main", "relay", "--config", str(config), "--port", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        line = process.stderr.readline()
+        assert line.startswith("relay listening on "), line
+        yield RelayConfig(url=line.split()[-1])
+        process.kill()
 
 
 def publisher(relay: RelayConfig, trainer: Trainer, anchor_every: int | None = None) -> Publisher:
