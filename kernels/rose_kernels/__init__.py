@@ -1,1 +1,1 @@
-"""Kernels of the weight path: `rose_kernels.delta`, the exponent-class delta codec, in NumPy and in C."""
+"""Kernels: `rose_kernels.delta`, the weight delta codec, and `rose_kernels.arena`, memory that moves between engines."""
