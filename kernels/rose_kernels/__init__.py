@@ -1,1 +1,1 @@
-"""Kernels: `rose_kernels.delta`, the weight delta codec, and `rose_kernels.arena`, memory that moves between engines."""
+"""Kernels of ROSE: `delta`, the codec of weight deltas, and `arena`, memory that moves between engines."""

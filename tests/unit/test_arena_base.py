@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-
 from rose_kernels.arena import PAGE_BYTES, pages_for, require_range
 
 

@@ -1,4 +1,4 @@
-"""What every arena offers, on the CPU and on a GPU: one address range, of which any pages may be without memory."""
+"""What every arena offers, on CPU and GPU: one address range, of which any pages may be without memory."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Arena(Protocol):
         """
 
     def close(self) -> None:
-        """Give everything back, addresses too; the arena and all tensors over it are dead then.  Idempotent."""
+        """Give everything back, addresses too: the arena and all tensors over it are dead.  Idempotent."""
 
 
 def require_range(first_page: int, count: int, pages: int) -> None:
