@@ -212,6 +212,36 @@ time.sleep(600)
     assert not block.exists()
 
 
+@pytest.mark.parametrize("ends", ["by itself", "when told"])
+def test_shared_memory_of_an_engine_that_ends_in_order_is_removed(start: Start, ends: str) -> None:
+    """Nobody has it mapped then: removing it is the work of Python's tracker, which needs a moment."""
+    script = f"""
+import signal, sys, time
+from multiprocessing import shared_memory
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+blocks = [shared_memory.SharedMemory(create=True, size=4096) for _ in range(20)]
+print("blocks", *[block.name for block in blocks], "", flush=True)
+for block in blocks:
+    block.close()
+time.sleep({0.1 if ends == "by itself" else 600})
+"""
+    run = start(script)
+    until(lambda: run.text().endswith("\n"))
+    blocks = [Path("/dev/shm") / name for name in run.text().splitlines()[0].split()[1:]]
+    assert len(blocks) == 20
+    if ends == "when told":
+        run.process.terminate()
+    assert run.process.wait(15) == 0
+    assert not [block for block in blocks if block.exists()]
+
+
+def test_a_helper_that_stays_is_killed_after_an_orderly_end(start: Start) -> None:
+    run = start(STUBBORN_CHILD)
+    assert run.process.wait(15) == 0
+    child = int(run.text().split("pid ")[1].split()[0])
+    assert child not in warden.parents()
+
+
 def test_shared_memory_that_somebody_else_has_mapped_stays() -> None:
     ours = SharedMemory(create=True, size=4096)
     block = Path("/dev/shm") / ours.name

@@ -35,6 +35,8 @@ KILL = signal.SIGUSR1
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _READ_BYTES = 1 << 16
+_LAST_WORK_S = 2.0
+"""What an engine that ended in order leaves its helpers, to end by themselves."""
 _MULTIPROCESSING = ("/dev/shm/psm_", "/dev/shm/sem.mp-")
 
 
@@ -102,6 +104,7 @@ class Warden:
         if self._stop_wanted:  # told to stop while starting
             self._terminate()
         self._watch(engine)
+        self._let_helpers_end(engine.pid)
         self._kill_all()
         self._drain(engine)
         code = engine.wait()
@@ -118,8 +121,24 @@ class Warden:
                 for key, _ in selector.select(self._patience_s()):
                     if not key.data(key.fd):
                         selector.unregister(key.fileobj)
-                if self._kill_at is not None and time.monotonic() >= self._kill_at:
+                if self._kill_wanted():
                     self._kill_all()
+
+    def _let_helpers_end(self, engine_pid: int) -> None:
+        """After an orderly end, wait a moment for what the engine started.
+
+        Python's tracker of shared memory removes what is left once the last user has closed its pipe.  Killed
+        right away it cannot, and what nobody has mapped any more is not found by `_kill_all` either.
+        """
+        ended = os.waitid(os.P_PID, engine_pid, os.WEXITED | os.WNOWAIT)
+        if ended is None or ended.si_code != os.CLD_EXITED:
+            return
+        until = time.monotonic() + _LAST_WORK_S
+        while not self._kill_wanted() and time.monotonic() < until and descendants(os.getpid()):
+            time.sleep(0.01)
+
+    def _kill_wanted(self) -> bool:
+        return self._kill_at is not None and time.monotonic() >= self._kill_at
 
     def _drain(self, engine: subprocess.Popen[bytes]) -> None:
         """Log the last words; nobody is left to write more."""
