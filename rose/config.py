@@ -308,7 +308,10 @@ def _find(environ: Mapping[str, str]) -> Path:
 def _with_environment(document: dict[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
     merged = {key: dict(value) if isinstance(value, dict) else value for key, value in document.items()}
     for name in sorted(environ):
-        if not name.startswith(_ENV_PREFIX) or "__" not in name:
+        if not name.startswith(_ENV_PREFIX):
+            continue
+        if "__" not in name:
+            _refuse_near_miss(name)
             continue
         section, _, key = name[len(_ENV_PREFIX) :].lower().partition("__")
         if section not in Config.__struct_fields__ or section in ("schema", "replicas"):
@@ -318,6 +321,16 @@ def _with_environment(document: dict[str, Any], environ: Mapping[str, str]) -> d
             raise ConfigError(f"{section}: expected a table, [{section}]")
         part[key] = _value(environ[name], getattr(getattr(_DEFAULTS, section), key, None))
     return merged
+
+
+def _refuse_near_miss(name: str) -> None:
+    """Raise ConfigError for ROSE_NODE_TICK_MS, say, which would be ignored where ROSE_NODE__TICK_MS was meant."""
+    words = name[len(_ENV_PREFIX) :].lower()
+    for section in Config.__struct_fields__:
+        keys = getattr(getattr(_DEFAULTS, section), "__struct_fields__", ())
+        if words.startswith(f"{section}_") and (key := words[len(section) + 1 :]) in keys:
+            meant = f"{_ENV_PREFIX}{section}__{key}".upper()
+            raise ConfigError(f"{name}: no such setting", f"did you mean {meant}?")
 
 
 def _value(text: str, default: Any) -> Any:

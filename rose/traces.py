@@ -119,7 +119,7 @@ def read_azure(path: Path) -> Trace:
 
 def _read_rows(source: str, reader: Iterator[list[str]]) -> Trace:
     rows = _numbered(source, reader)
-    columns = _columns(source, rows)
+    columns, fields = _columns(source, rows)
     width = max(columns) + 1
     clock = _Clock(source)
     at, prompts, outputs = array("q"), array("q"), array("q")
@@ -128,6 +128,8 @@ def _read_rows(source: str, reader: Iterator[list[str]]) -> Trace:
             continue
         if len(row) < width:
             raise ConfigError(f"{source}:{line}: {len(row)} fields, expected at least {width}")
+        if len(row) > fields:
+            raise ConfigError(f"{source}:{line}: {len(row)} fields, the header has {fields}")
         time, prompt, output = (row[index] for index in columns)
         at.append(clock.parse(line, time))
         prompts.append(_tokens(source, line, COLUMNS[1], prompt))
@@ -150,8 +152,8 @@ def _numbered(source: str, reader: Iterator[list[str]]) -> Iterator[tuple[int, l
         yield reader.line_num, row  # type: ignore[attr-defined]
 
 
-def _columns(source: str, rows: Iterator[tuple[int, list[str]]]) -> tuple[int, int, int]:
-    """Where the three columns are; more columns are allowed and ignored."""
+def _columns(source: str, rows: Iterator[tuple[int, list[str]]]) -> tuple[tuple[int, int, int], int]:
+    """Where the three columns are, and how many there are; the others are ignored."""
     _, header = next(rows, (0, []))
     names = [name.strip() for name in header]
     if not names:
@@ -160,7 +162,7 @@ def _columns(source: str, rows: Iterator[tuple[int, list[str]]]) -> tuple[int, i
     if missing:
         raise ConfigError(f"{source}:1: no column {', '.join(missing)}", _HINT)
     time, prompt, output = (names.index(name) for name in COLUMNS)
-    return time, prompt, output
+    return (time, prompt, output), len(names)
 
 
 class _Clock:

@@ -8,7 +8,9 @@ traceback.
 
 from __future__ import annotations
 
+import errno
 import importlib
+import os
 import sys
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, NoReturn
@@ -21,6 +23,8 @@ from rose import __version__
 from rose.errors import RoseError
 
 GROUP = "rose.commands"
+_OUTPUT_ERRNOS = {errno.ENOSPC, errno.EIO, errno.EFBIG, errno.EDQUOT}
+"""How a full or failing disk behind standard output shows; a closed pipe is typer's to handle."""
 
 _BUILT_IN = {
     "init": "rose.cli.init:app",
@@ -137,7 +141,16 @@ def _root(
 
 def main() -> None:
     """Entry point of `rose`."""
-    get_command(app).main(prog_name="rose")
+    try:
+        try:
+            get_command(app).main(prog_name="rose")
+        finally:
+            sys.stdout.flush()
+    except OSError as error:
+        if error.filename is not None or error.errno not in _OUTPUT_ERRNOS:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more
+        fail(RoseError(f"the output cannot be written: {error.strerror}"))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import typer
 from rose import wire
 from rose.cli.control import ask
 from rose.cli.options import ConfigOption, JsonOption, SocketOption, socket_path
-from rose.errors import Exit
+from rose.errors import Exit, NotReady
 from rose.units import MIB
 
 if TYPE_CHECKING:
@@ -27,14 +27,19 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False)
 def status(as_json: JsonOption = False, config: ConfigOption = None, socket: SocketOption = None) -> None:
     """Show this host.  Exit code 0 when healthy, 3 when not ready or rosed does not answer."""
     body = ask(socket_path(config, socket), wire.StatusRequest())
-    if as_json:
-        print(json.dumps(body, indent=2))
-    else:
-        _print(body)
-    raise typer.Exit(Exit.OK if body.get("healthy") else Exit.NOT_READY)
+    try:
+        text = json.dumps(body, indent=2) if as_json else _rendered(body)
+        healthy = bool(body["healthy"])
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise NotReady(
+            f"{socket_path(config, socket)}: the answer is not one of this release's rosed: {error!r}",
+            "compare `rose version` here with the rosed that listens there",
+        ) from None
+    print(text)
+    raise typer.Exit(Exit.OK if healthy else Exit.NOT_READY)
 
 
-def _print(body: dict[str, Any]) -> None:
+def _rendered(body: dict[str, Any]) -> str:
     # rich takes longer to import than the rest of this command.
     from rich.console import Console, Group  # noqa: PLC0415
 
@@ -42,7 +47,10 @@ def _print(body: dict[str, Any]) -> None:
     if body["problems"]:
         parts.append("\n".join(["not ready:", *(f"  {problem}" for problem in body["problems"])]))
     width = None if sys.stdout.isatty() else _WIDTH_PIPED
-    Console(highlight=False, markup=False, width=width).print(Group(*parts))
+    console = Console(highlight=False, markup=False, width=width)
+    with console.capture() as capture:
+        console.print(Group(*parts))
+    return capture.get().rstrip("\n")
 
 
 def _host(body: dict[str, Any]) -> RenderableType:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from rose_daemon.node.engines import free_port
 from rose_daemon.node.warden import descendants
@@ -25,6 +26,8 @@ from rose.cli.control import ask
 from rose.core.readings import NEVER, GateMode, GatePolicy, SlackReading
 from rose.errors import Exit, RoseError
 from rose.units import ReplicaId
+from rose.weights import tensorfile
+from rose.weights.bits import Bits
 
 HERE = Path(__file__).parent
 OPPORTUNISTIC, DEDICATED = ReplicaId("opp-0"), ReplicaId("ded-0")
@@ -49,6 +52,8 @@ class Host:
             "num_hidden_layers": 2,
         }
         (self.model / "config.json").write_text(json.dumps({**shape, "torch_dtype": "bfloat16"}))
+        words = Bits("BF16", (4,), np.zeros(4, "<u2"))
+        (self.model / "model.safetensors").write_bytes(tensorfile.encode({"norm.weight": words}, {}))
         self.process: subprocess.Popen[str] | None = None
         self.errors = base / "rosed.log"
 
@@ -348,6 +353,30 @@ class TestRefusals:
         self.check(host, Exit.USAGE, f"replicas.{DEDICATED}.model", str(host.model), "no such directory")
         host.model.mkdir()
         self.check(host, Exit.USAGE, "config.json")
+
+    @pytest.mark.parametrize(
+        ("name", "content", "word"),
+        [
+            ("config.json", b"{", "config.json cannot be read"),
+            ("config.json", b"[]", "not a JSON object"),
+            ("model.safetensors", None, "no safetensors files"),
+            ("model.safetensors", b"\x08", "model.safetensors"),
+        ],
+    )
+    def test_model_that_no_engine_could_load(
+        self, host: Host, name: str, content: bytes | None, word: str
+    ) -> None:
+        host.write()
+        if content is None:
+            (host.model / name).unlink()
+        else:
+            (host.model / name).write_bytes(content)
+        self.check(host, Exit.USAGE, f"replicas.{DEDICATED}.model", word)
+
+    def test_state_that_cannot_be_kept(self, host: Host) -> None:
+        host.write()
+        (host.base / "state").write_text("")
+        self.check(host, Exit.USAGE, "node.state_dir", "not a directory")
 
     def test_port_in_use(self, host: Host) -> None:
         with socket.create_server(("127.0.0.1", 0)) as taken:

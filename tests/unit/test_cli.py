@@ -281,6 +281,32 @@ def test_answers_that_are_not_rosed_s(rosed: FakeRosed) -> None:
     assert refusal.value.code == Exit.ERROR
 
 
+@pytest.mark.parametrize(
+    "body",
+    [{}, {"healthy": True}, {**STATUS, "host": None}, {**STATUS, "replicas": [{}]}, {**STATUS, "devices": 3}],
+)
+def test_status_of_a_foreign_daemon(
+    monkeypatch: pytest.MonkeyPatch, rosed: FakeRosed, capsys: Any, body: dict[str, Any]
+) -> None:
+    rosed.reply = wire.pack_line(wire.Reply(body=body))
+    assert run(monkeypatch, "status", "--socket", rosed.path) == Exit.NOT_READY
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "not one of this release's rosed" in said.err
+
+
+@pytest.mark.parametrize("arguments", [("version",), ("--help",), ("init", "--stdout"), ("status", "--json")])
+def test_output_to_a_full_disk_is_one_line(rosed: FakeRosed, arguments: tuple[str, ...]) -> None:
+    socket_option = ("--socket", str(rosed.path)) if arguments[0] == "status" else ()
+    with Path("/dev/full").open("w") as full:
+        ended = subprocess.run(
+            [sys.executable, "-m", "rose.cli.main", *arguments, *socket_option],
+            stdout=full, stderr=subprocess.PIPE, text=True, check=False,
+        )  # fmt: skip
+    assert ended.returncode == Exit.ERROR
+    assert ended.stderr == "rose: the output cannot be written: No space left on device\n"
+
+
 def test_a_rosed_that_hangs(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as mute:
         mute.bind(str(tmp_path / "mute.sock"))

@@ -119,6 +119,20 @@ def test_a_variable_for_no_section_is_named(name: str) -> None:
         config.build({}, "rose.toml", {name: "1"})
 
 
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("ROSE_NODE_TICK_MS", "ROSE_NODE__TICK_MS"),
+        ("ROSE_RELAY_PORT", "ROSE_RELAY__PORT"),
+        ("ROSE_SERVING_TTFT_SLO_MS", "ROSE_SERVING__TTFT_SLO_MS"),
+    ],
+)
+def test_a_variable_with_one_underscore_too_few_is_not_ignored(name: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=name) as refusal:
+        config.build({}, "rose.toml", {name: "1"})
+    assert meant in str(refusal.value.hint)
+
+
 def test_files_that_cannot_be_read_or_parsed(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such file"):
         config.load(tmp_path / "none.toml", {})

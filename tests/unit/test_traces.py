@@ -79,6 +79,7 @@ GOOD = "2023-11-16 18:15:46,1,1"
         ("TIMESTAMP,ContextTokens\n2023-11-16 18:15:46,1\n", ":1", "no column GeneratedTokens"),
         ("a,b,c\n1,2,3\n", ":1", "no column TIMESTAMP, ContextTokens, GeneratedTokens"),
         (f"{HEADER}\n{GOOD}\n2023-11-16 18:15:46,1\n", ":3", "2 fields"),
+        (f"{HEADER}\n{GOOD}\n2023-11-16 18:15:46,1,2,3\n", ":3", "4 fields"),
         (f"{HEADER}\n{GOOD}\nyesterday,1,1\n", ":3", "TIMESTAMP 'yesterday' is not a time"),
         (f"{HEADER}\n2023-02-30 18:15:46,1,1\n", ":2", "not a time: day is out of range"),
         (f"{HEADER}\n2023-11-16 18:15:60,1,1\n", ":2", "second 60"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 from pathlib import Path
@@ -11,12 +12,15 @@ import msgspec
 from rose.boards import BoardPaths, BoardReader
 from rose.config import Config, ReplicaConfig
 from rose.core.readings import GatePolicy
-from rose.errors import ConfigError, NotReady
+from rose.errors import ConfigError, NotReady, RoseError
+from rose.weights.checkpoint import open_checkpoint
 from rose_daemon.node.engines import free_port, port_is_free
 
 
 def check_host(config: Config) -> None:
     """Whether this host has what `rose.toml` names.  Changes nothing.  Raises ConfigError or NotReady."""
+    for key in ("state_dir", "run_dir"):
+        _check_directory(key, Path(getattr(config.node, key)))
     for section in config.replicas:
         _check_model(section)
         _check_cores(section.id, (*section.cpus, *section.api_cpus))
@@ -40,8 +44,7 @@ def prepare_host(config: Config) -> None:
             Path(directory).mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"node.{key}: {directory} cannot be made: {error.strerror}") from None
-        if not os.access(directory, os.R_OK | os.W_OK | os.X_OK):
-            raise ConfigError(f"node.{key}: {directory} is not writable", "check its owner and mode")
+        _check_directory(key, Path(directory))
     make_token(config.engine_token_file)
 
 
@@ -78,6 +81,17 @@ def read_token(path: Path) -> str:
     return token
 
 
+def _check_directory(key: str, directory: Path) -> None:
+    """Whether the daemon could make and use it; a directory that is not there yet is judged by its parent."""
+    there = directory
+    while not there.exists() and there != there.parent:
+        there = there.parent
+    if not there.is_dir():
+        raise ConfigError(f"node.{key}: {there} is not a directory")
+    if not os.access(there, os.R_OK | os.W_OK | os.X_OK):
+        raise ConfigError(f"node.{key}: {there} is not writable", "check its owner and mode")
+
+
 def _check_model(section: ReplicaConfig) -> None:
     model = Path(section.model)
     key = f"replicas.{section.id}.model"
@@ -85,6 +99,15 @@ def _check_model(section: ReplicaConfig) -> None:
         raise ConfigError(f"{key}: {model}: no such directory", "name a checkpoint directory on this host")
     if not (model / "config.json").is_file():
         raise ConfigError(f"{key}: {model} has no config.json", "name a Hugging Face checkpoint directory")
+    try:
+        shape = json.loads((model / "config.json").read_text(encoding="utf-8"))
+        open_checkpoint(model)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{key}: {model / 'config.json'} cannot be read: {error}") from None
+    except RoseError as error:
+        raise ConfigError(f"{key}: {error.what}", "the engine could not load this checkpoint") from None
+    if not isinstance(shape, dict):
+        raise ConfigError(f"{key}: {model / 'config.json'} is not a JSON object")
 
 
 def _check_cores(who: str, cores: tuple[int, ...]) -> None:
