@@ -324,7 +324,7 @@ def _with_environment(document: dict[str, Any], environ: Mapping[str, str]) -> d
 
 
 def _refuse_near_miss(name: str) -> None:
-    """Raise ConfigError for ROSE_NODE_TICK_MS, say, which would be ignored where ROSE_NODE__TICK_MS was meant."""
+    """Raise ConfigError for ROSE_NODE_TICK_MS, which would be ignored where ROSE_NODE__TICK_MS was meant."""
     words = name[len(_ENV_PREFIX) :].lower()
     for section in Config.__struct_fields__:
         keys = getattr(getattr(_DEFAULTS, section), "__struct_fields__", ())
