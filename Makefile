@@ -37,7 +37,7 @@ fmt: install-dev  ## fix what can be fixed by itself, and format
 	$(RUN) ruff check --fix-only .
 	$(RUN) ruff format .
 
-bench: install  ## measure co-serving: serving alone, ungated, gated
+bench: install  ## measure co-serving in seven modes, 25 minutes (ARGS=--quick: five)
 	$(VENV)/bin/rose bench coserve $(ARGS)
 
 fuzz-delta: install  ## decode 200,000 damaged weight deltas under sanitizers (needs gcc's libasan)

@@ -77,7 +77,8 @@ class Window(msgspec.Struct, frozen=True, kw_only=True):
     speed: float = 1.0
     """How much faster the trace's clock runs: a stretch of 60 s takes 30 s at 2."""
     size_divisor: float = 1.0
-    """Prompts and outputs become this much shorter."""
+    """Prompts become this much shorter, and outputs too unless `output_divisor` says otherwise."""
+    output_divisor: float | None = None
     prompt_tokens_min: int = 1
     prompt_tokens_max: int = TOKENS_MAX
     output_tokens_min: int = 1
@@ -93,11 +94,17 @@ class Window(msgspec.Struct, frozen=True, kw_only=True):
             ("rate_scale", 0 < self.rate_scale <= 1),
             ("speed", self.speed > 0 and math.isfinite(self.speed)),
             ("size_divisor", self.size_divisor > 0 and math.isfinite(self.size_divisor)),
+            ("output_divisor", self.outputs_divided_by > 0 and math.isfinite(self.outputs_divided_by)),
             ("prompt_tokens_min", 1 <= self.prompt_tokens_min <= self.prompt_tokens_max),
             ("output_tokens_min", 1 <= self.output_tokens_min <= self.output_tokens_max),
         ):
             if not ok:
                 raise ConfigError(f"trace window: {name} = {getattr(self, name)} is out of range")
+
+    @property
+    def outputs_divided_by(self) -> float:
+        """How much shorter outputs become."""
+        return self.size_divisor if self.output_divisor is None else self.output_divisor
 
 
 def read_azure(path: Path) -> Trace:
@@ -288,7 +295,7 @@ def window(trace: Trace, cut: Window, rng: np.random.Generator) -> list[TraceReq
         trace.prompt_tokens[chosen], cut.size_divisor, cut.prompt_tokens_min, cut.prompt_tokens_max
     )
     outputs = _scaled(
-        trace.output_tokens[chosen], cut.size_divisor, cut.output_tokens_min, cut.output_tokens_max
+        trace.output_tokens[chosen], cut.outputs_divided_by, cut.output_tokens_min, cut.output_tokens_max
     )
     at_ns = ((trace.at_ns[chosen] - start_ns) / cut.speed).astype(np.int64)
     return [TraceRequest(*row) for row in zip(at_ns.tolist(), prompts, outputs, strict=True)]

@@ -113,6 +113,8 @@ class GateRequest(Message, frozen=True):
 
     replica: ReplicaId
     mode: str | None
+    token_cap: int = 0
+    """Most tokens of a rollout step while the override stands; 0 leaves that as configured."""
 
 
 class DrainRequest(Message, frozen=True):

@@ -46,12 +46,15 @@ def reclaim(
 def gate(
     replica: ReplicaArgument,
     mode: Annotated[Mode, typer.Argument(help="`open` harms serving; `auto` follows the policy again.")],
+    tokens: Annotated[
+        int, typer.Option(min=0, help="Most tokens of a step meanwhile; 0: as configured.")
+    ] = 0,
     config: ConfigOption = None,
     socket: SocketOption = None,
 ) -> None:
     """Force the replica's gate, or give it back to the policy."""
     wanted = None if mode is Mode.auto else mode.value
-    body = ask(socket_path(config, socket), wire.GateRequest(ReplicaId(replica), wanted))
+    body = ask(socket_path(config, socket), wire.GateRequest(ReplicaId(replica), wanted, tokens))
     print(f"{replica}: gate mode is now {body['mode']}")
 
 

@@ -148,6 +148,8 @@ class GateOverridden(Event, frozen=True):
 
     replica: ReplicaId
     mode: int | None
+    token_cap: int = 0
+    """Most tokens of a step while the override stands; 0: as configured."""
 
 
 class DrainRequested(Event, frozen=True):

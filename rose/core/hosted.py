@@ -28,6 +28,8 @@ class HostedReplica:
             self.memory = MemoryPolicy(msgspec.structs.replace(node.memory, block_bytes=settings.block_bytes))
         self.reading: ReplicaReading | Unknown = Unknown("not_observed")
         self.override: GateMode | None = None
+        self.override_tokens = 0
+        """Cap that came with the override; 0 if none did."""
         self.retired = False
         """The node is shutting down."""
         self.revision = 0
@@ -63,7 +65,7 @@ class HostedReplica:
         policy = GatePolicy(
             revision=self.revision,
             mode=int(self.gate_mode),
-            token_cap=self._node.token_cap,
+            token_cap=self.override_tokens or self._node.token_cap,
             kv_budget_blocks=self.memory.limit_blocks if self.memory else 0,
             rl_step=rl_step,
             alive_until_ns=self.published.alive_until_ns if self.published else 0,

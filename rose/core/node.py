@@ -259,10 +259,11 @@ class NodeMachine:
         match event:
             case ReclaimRequested(reason=reason):
                 return hosted.reclaim(reason)
-            case GateOverridden(mode=mode):
+            case GateOverridden(mode=mode, token_cap=token_cap):
                 if mode is not None and mode not in GateMode._value2member_map_:
                     return [Say("warning", "gate_mode_unknown", f"{mode} is no gate mode", event.replica)]
                 hosted.override = None if mode is None else GateMode(mode)
+                hosted.override_tokens = 0 if mode is None else max(0, token_cap)
                 name = "as configured" if mode is None else hosted.gate_mode.name.lower()
                 return [Say("info", "gate_overridden", f"gate mode is now {name}", event.replica)]
             case DrainRequested(drain=drain):

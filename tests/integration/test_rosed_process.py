@@ -219,6 +219,10 @@ def test_operators_orders(host: Host) -> None:
     policy = BoardReader(host.paths.gate(OPPORTUNISTIC), GatePolicy).read()
     assert isinstance(policy, GatePolicy)
     assert policy.mode == GateMode.CLOSED
+    assert ask(host.socket, wire.GateRequest(OPPORTUNISTIC, "open", 64)) == {"mode": "open"}
+    policy = BoardReader(host.paths.gate(OPPORTUNISTIC), GatePolicy).read()
+    assert isinstance(policy, GatePolicy)
+    assert (policy.mode, policy.token_cap) == (GateMode.OPEN, 64)
     assert ask(host.socket, wire.GateRequest(OPPORTUNISTIC, "slack")) == {"mode": "slack"}
     assert ask(host.socket, wire.GateRequest(OPPORTUNISTIC, None)) == {"mode": "strict"}
 
@@ -237,6 +241,7 @@ def test_operators_orders(host: Host) -> None:
         (wire.ReclaimRequest(DEDICATED, "drill"), Exit.ERROR),
         (wire.ReclaimRequest(ReplicaId("nobody")), Exit.NOT_FOUND),
         (wire.GateRequest(OPPORTUNISTIC, "ajar"), Exit.USAGE),
+        (wire.GateRequest(OPPORTUNISTIC, "open", -1), Exit.USAGE),
     ):
         with pytest.raises(RoseError) as refusal:
             ask(host.socket, request)

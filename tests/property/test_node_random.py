@@ -92,7 +92,7 @@ events: st.SearchStrategy[NodeEvent] = st.one_of(
     st.builds(SchedulerLost),
     st.builds(StepBegan, jobs, st.integers(0, 3), versions),
     st.builds(ReclaimRequested, replicas, reasons),
-    st.builds(GateOverridden, replicas, st.none() | st.integers(-1, 4)),
+    st.builds(GateOverridden, replicas, st.none() | st.integers(-1, 4), st.integers(-1, 600)),
     st.builds(DrainRequested, replicas, st.booleans()),
     st.builds(UndoReady, jobs, versions, versions, st.just("/undo")),
     st.integers(1, 6).map(lambda v: UndoReady(JOB, v - 1, v, "/undo")),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import io
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -11,15 +11,9 @@ import pytest
 from aiohttp import web
 from rich.console import Console
 from rose_daemon.bench import report as reports
-from rose_daemon.bench.coserve import (
-    CoserveOptions,
-    GateCosts,
-    Measured,
-    Mode,
-    Run,
-    generated_tokens,
-    parse_modes,
-)
+from rose_daemon.bench import table
+from rose_daemon.bench.coserve import generated_tokens
+from rose_daemon.bench.runs import CoserveOptions, GateCosts, Measured, Mode, Run, Trial, parse_modes
 from rose_daemon.harness.load import RequestRecord, Target, open_client
 from rose_daemon.harness.replay import ReplayPlan, plan_replay
 from rose_daemon.harness.stack import Cores
@@ -29,8 +23,8 @@ from rose.errors import ConfigError, EngineFailed, Exit, RoseError
 from rose.units import NS_PER_MS, NS_PER_S
 
 
-def record(ttft_ms: float, gap_ms: float = 10) -> RequestRecord:
-    made = RequestRecord(0, planned_ns=0, prompt_tokens=4, output_tokens=3)
+def record(index: int, ttft_ms: float, gap_ms: float = 10) -> RequestRecord:
+    made = RequestRecord(index, planned_ns=0, prompt_tokens=4, output_tokens=3)
     made.token_ns = [round((ttft_ms + gap_ms * n) * NS_PER_MS) for n in range(3)]
     return made
 
@@ -40,7 +34,7 @@ def run(mode: Mode, index: int, ttfts_ms: list[float], tokens: int = 0) -> Run:
         mode=mode,
         round=index,
         elapsed_s=10.0,
-        records=[record(ms) for ms in ttfts_ms],
+        records=[record(number, ms) for number, ms in enumerate(ttfts_ms)],
         rollout_tokens=tokens,
         rollout_errors=0,
         serving_busy_share=0.5,
@@ -52,7 +46,15 @@ def run(mode: Mode, index: int, ttfts_ms: list[float], tokens: int = 0) -> Run:
 def measured(strict_ms: float = 60) -> Measured:
     modes = (Mode.ALONE, Mode.NAIVE, Mode.ROSE_STRICT, Mode.ROLLOUT_ALONE)
     options = CoserveOptions(directory=Path(), modes=modes, rounds=2, trace=ReplayPlan(path=None))
-    trace = {"trace": "t", "offset": 0.0, "size_divisor": 8.0, "rate_scale": 0.5}
+    trace = {
+        "trace": "t",
+        "offset": 0.0,
+        "duration_s": 60.0,
+        "size_divisor": 8.0,
+        "output_divisor": 8.0,
+        "rate_scale": 0.5,
+        "requests_per_s": 5.0,
+    }
     runs = [
         one
         for index in range(2)
@@ -73,6 +75,8 @@ def measured(strict_ms: float = 60) -> Measured:
         started_at=datetime(2026, 1, 2, tzinfo=UTC),
         options=options,
         cores=Cores(0, 1),
+        calibration=[Trial(5.5, 0.55)],
+        skipped={Mode.PRIORITY: "not allowed"},
         traces=[trace, trace],
         runs=runs,
         gates={Mode.ROSE_STRICT: GateCosts(slack, gate)},
@@ -88,22 +92,48 @@ def test_report_has_its_stable_keys() -> None:
     assert naive["within_budget_ci"][0] < 0.5 < naive["within_budget_ci"][1]
     assert naive["ttft_ms"]["p99"] == 900
     assert naive["ttft_ms"]["p99_ci"] == [900, 900]
-    assert naive["itl_ms"] == {"p99": 10, "max": 10}
+    assert naive["itl_ms"] == {"p99": 10, "p99_ci": [10, 10], "max": 10}
     assert strict["rollout_tokens_per_s"] == 700
-    assert strict["share_of_reference"] == 0.5
-    assert strict["share_of_attainable"] == 1.0
     assert [one["round"] for one in strict["rounds"]] == [0, 1]
     assert report["modes"]["alone"]["rollout_tokens_per_s"] is None
-    assert report["modes"]["rollout-alone"]["ttft_ms"] == {"p50": None, "p99": None, "p99_ci": None}
-    assert report["reference_tokens_per_s"] == 1400
+    assert report["modes"]["rollout-alone"]["ttft_ms"]["p99"] is None
     assert report["serving_alone_busy_share"] == 0.5
     assert report["gate"]["overhead_us"] == {"p50": 4.0, "p99": 9.0}
     serving = report["gate"]["modes"]["rose-strict"]["serving"]
     assert (serving["overhead_us"], serving["prefill_predicted_ms"], serving["drift"]) == (8.0, 30.0, 1.1)
     keys = ("trace", "offset", "size_divisor", "rate_scale", "concurrency", "cpu_affinity")
     assert all(key in report["setup"] for key in keys)
+    assert report["setup"]["calibration"] == [{"rate_rps": 5.5, "busy_share": 0.55}]
+    assert report["setup"]["skipped"] == {"priority": "not allowed"}
     assert len(report["violations"]) == reports.VIOLATIONS_PER_MODE
     assert report["violations"][0]["cause"] == "ttft"
+
+
+def test_the_reference_is_what_serving_alone_leaves_of_rollout_alone() -> None:
+    report = reports.build(measured())
+    assert report["rollout_alone_tokens_per_s"] == 1400
+    assert report["reference_tokens_per_s"] == 700
+    modes = report["modes"]
+    assert modes["rose-strict"]["share_of_reference"] == 1.0
+    assert modes["naive"]["rounds"][0]["share_of_reference"] == pytest.approx(1.4286)
+    assert modes["alone"]["share_of_reference"] is modes["rollout-alone"]["share_of_reference"] is None
+
+
+def test_modes_are_compared_request_by_request() -> None:
+    report = reports.build(measured())
+    against = report["modes"]["rose-strict"]["against"]
+    ttft = against["alone"]["ttft_ms"]
+    assert ttft["p99_ratio"] == pytest.approx(2, abs=0.05)
+    assert ttft["paired_median_difference"] == 20
+    assert ttft["paired_median_difference_ci"] == [20, 20]
+    assert against["naive"]["ttft_ms"]["p99_ratio"] < 0.1
+    assert report["modes"]["alone"]["against"]["alone"] is None
+    assert report["modes"]["rollout-alone"]["against"] == {"alone": None, "naive": None}
+    goals = {goal["name"]: goal["reached"] for goal in report["goals"]}
+    assert goals == {
+        "rose-strict: p99 TTFT over alone": False,
+        "rose-strict: share of the reference": True,
+    }
 
 
 def test_only_gated_modes_promise_budgets() -> None:
@@ -112,12 +142,19 @@ def test_only_gated_modes_promise_budgets() -> None:
     assert (broken["exit_code"], broken["ok"]) == (Exit.SLO_BREACH, False)
 
 
-def test_table_is_printed() -> None:
-    with Path(os.devnull).open("w", encoding="utf-8") as nowhere:
-        console = Console(width=100, record=True, file=nowhere)
-        reports.show(reports.build(measured(251)), console)
+def test_the_table_fits_in_80_columns_with_all_its_headings() -> None:
+    console = Console(width=80, record=True, file=io.StringIO())
+    report = reports.build(measured(251))
+    wide = report["modes"]["rose-strict"]
+    wide["within_budget_share"], wide["rollout_tokens_per_s"], wide["requests"] = 1.0, 12345.6, 10_000
+    wide["ttft_ms"]["p99"] = wide["itl_ms"]["max"] = 12345.6
+    table.show(report, console)
     text = console.export_text()
-    assert "rose-strict" in text
+    assert "…" not in text
+    words = {word for heading in table.HEADINGS for word in heading.split()}
+    assert words <= set(text.split())
+    assert "10000 100.00% 12346" in text
+    assert "priority was left out: not allowed" in text
     assert "not ok" in text
 
 
@@ -128,6 +165,7 @@ def test_table_is_printed() -> None:
         ("alone,naive", ["alone", "naive", "rollout-alone"]),
         (" rose-strict , rose-strict", ["rose-strict", "rollout-alone"]),
         ("rollout-alone,naive", ["rollout-alone", "naive"]),
+        ("all", [*Mode]),
     ],
 )
 def test_modes(text: str, modes: list[str]) -> None:

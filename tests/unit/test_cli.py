@@ -248,6 +248,7 @@ def test_the_socket_is_found_through_the_configuration(
         (("reclaim", "r", "--reason", "drill"), wire.ReclaimRequest("r", "drill"), {"kv_budget_blocks": 5}),  # type: ignore[arg-type]
         (("gate", "r", "closed"), wire.GateRequest("r", "closed"), {"mode": "closed"}),  # type: ignore[arg-type]
         (("gate", "r", "auto"), wire.GateRequest("r", None), {"mode": "strict"}),  # type: ignore[arg-type]
+        (("gate", "r", "open", "--tokens", "64"), wire.GateRequest("r", "open", 64), {"mode": "open"}),  # type: ignore[arg-type]
         (("drain", "r"), wire.DrainRequest("r", drain=True), {}),  # type: ignore[arg-type]
         (("undrain", "r"), wire.DrainRequest("r", drain=False), {}),  # type: ignore[arg-type]
     ],

@@ -12,7 +12,6 @@ import time
 import tomllib
 from pathlib import Path
 
-import numpy as np
 import pytest
 from aiohttp import web
 from rose_daemon.harness import load, stats
@@ -22,7 +21,6 @@ from rose_daemon.harness.marked import end_marked, marked_environ, marked_pids
 from rose_daemon.harness.processes import Placement, last_error, spawn, until
 from rose_daemon.harness.stack import Cores, StackPlan, configuration, free_ports, toml
 from rose_daemon.harness.summary import check_report_path
-from scipy.stats import binomtest
 
 from rose.config import ReplicaConfig, build
 from rose.errors import ConfigError, EngineFailed, TimedOut
@@ -175,31 +173,16 @@ def test_free_ports_differ() -> None:
 # ---- statistics ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("successes", "trials"), [(0, 10), (10, 10), (7, 10), (995, 1000), (1, 3)])
-def test_wilson_agrees_with_scipy(successes: int, trials: int) -> None:
-    expected = binomtest(successes, trials).proportion_ci(method="wilson")
-    assert stats.wilson(successes, trials) == pytest.approx((expected.low, expected.high))
-
-
 def test_nothing_measured_is_no_number() -> None:
     assert stats.wilson(0, 0) == (0.0, 1.0)
     assert stats.percentile([], 99) is None
     assert stats.percentiles([], 50, 99) == {"p50": None, "p99": None}
-    assert stats.bootstrap([[], []], np.median, np.random.default_rng(0)) is None
 
 
-def test_bootstrap_covers_the_truth_and_is_seeded() -> None:
-    covered = 0
-    for seed in range(60):
-        rng = np.random.default_rng(seed)
-        rounds = [rng.normal(10, 1, 60).tolist() for _ in range(3)]
-        low, high = stats.bootstrap(rounds, np.mean, rng, resamples=300) or (0, 0)
-        covered += low <= 10 <= high
-    assert covered >= 50
-    one, two = (
-        stats.bootstrap([[1, 2, 3, 9]], np.max, np.random.default_rng(1), resamples=50) for _ in range(2)
-    )
-    assert one == two
+def test_wilson_intervals() -> None:
+    assert stats.wilson(0, 10) == pytest.approx((0, 0.2775), abs=1e-4)
+    assert stats.wilson(10, 10) == pytest.approx((0.7225, 1), abs=1e-4)
+    assert stats.wilson(995, 1000) == pytest.approx((0.98835, 0.99786), abs=1e-5)
 
 
 # ---- load ---------------------------------------------------------------------------------------

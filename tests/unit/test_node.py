@@ -234,6 +234,17 @@ def test_the_operator_overrides_a_gate_and_takes_it_back() -> None:
     assert bench.said() == ["gate_mode_unknown"]
 
 
+def test_an_override_may_cap_steps_and_takes_the_cap_along() -> None:
+    bench = up()
+    bench(GateOverridden(OPP, GateMode.OPEN, 64))
+    assert bench.policy(OPP)[1:3] == (GateMode.OPEN, 64)
+    bench(GateOverridden(OPP, GateMode.SLACK))
+    assert bench.policy(OPP)[1:3] == (GateMode.SLACK, 512)
+    bench(GateOverridden(OPP, GateMode.OPEN, 64))
+    bench(GateOverridden(OPP, None, 64))
+    assert bench.policy(OPP)[1:3] == (GateMode.STRICT, 512)
+
+
 def test_a_draining_replica_finishes_its_turns_before_its_gate_closes() -> None:
     bench = up()
     bench(bench.board(running=2), DrainRequested(OPP, True))

@@ -19,6 +19,11 @@ from rose_daemon.harness.summary import check_report_path, write_report, write_r
 app = typer.Typer(rich_markup_mode=None, add_completion=False, no_args_is_help=True)
 
 DIRECTORY = Path("out/bench-coserve")
+QUICK_RUN_S = 20.0
+RUN_S = 60.0
+"""Where nothing else says how long a run is."""
+FIRST_RATE_RPS = 5.5
+"""Where the calibration begins: the rate of the Azure conversation trace."""
 
 
 @app.callback()
@@ -29,19 +34,46 @@ def bench() -> None:
 @app.command()
 def coserve(
     modes: Annotated[
-        str, typer.Option(help="Comma-separated: alone, naive, rose-strict, rose-slack, rollout-alone.")
-    ] = "alone,naive,rose-strict,rose-slack",
-    rounds: Annotated[int, typer.Option(min=1, help="Times that each mode is measured.")] = 3,
-    duration: Annotated[float, typer.Option(min=1, max=86_400, help="Seconds of one run.")] = 40.0,
+        str,
+        typer.Option(
+            help="all, or comma-separated: alone, rollout-alone, naive, static, priority, rose-strict, "
+            "rose-slack."
+        ),
+    ] = "all",
+    quick: Annotated[
+        bool, typer.Option("--quick", help="One short round: five minutes, wide intervals.")
+    ] = False,
+    rounds: Annotated[
+        int | None, typer.Option(min=1, help="Times that each mode is measured; default 3.")
+    ] = None,
+    duration: Annotated[
+        float | None,
+        typer.Option(min=1, max=86_400, help="Seconds of one run; default: as 1,000 requests a mode take."),
+    ] = None,
     trace: Annotated[
         Path | None, typer.Option(help="Azure LLM inference CSV to replay; default: a generated trace.")
     ] = None,
     offset: Annotated[float, typer.Option(min=0, max=1e7, help="Seconds of the trace to skip.")] = 0.0,
-    rate: Annotated[float, typer.Option(min=0.01, max=1000, help="Mean serving requests a second.")] = 5.5,
-    size_divisor: Annotated[float, typer.Option(help="How much shorter requests are than recorded.")] = 6.5,
+    rate: Annotated[
+        float | None,
+        typer.Option(
+            min=0.01, max=1000, help="Serving requests a second; default: what keeps serving half busy."
+        ),
+    ] = None,
+    size_divisor: Annotated[float, typer.Option(help="How much shorter prompts are than recorded.")] = 6.5,
+    output_divisor: Annotated[
+        float | None, typer.Option(help="How much shorter outputs are; default: as prompts.")
+    ] = None,
+    prompt_max: Annotated[int, typer.Option(min=8, max=1536, help="Longest serving prompt.")] = 256,
     concurrency: Annotated[int, typer.Option(min=1, help="Rollout requests at a time.")] = 16,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Prompt of a rollout request.")] = 640,
     output_tokens: Annotated[int, typer.Option(min=1, help="Answer to a rollout request.")] = 128,
+    static_tokens: Annotated[
+        int, typer.Option(min=1, max=512, help="Most tokens of a rollout step in mode static.")
+    ] = 64,
+    token_cap: Annotated[
+        int, typer.Option(min=1, max=512, help="Most tokens of a rollout step in the other modes.")
+    ] = 512,
     ttft_ms: Annotated[float, typer.Option(min=1, help="TTFT budget.")] = 250.0,
     tpot_ms: Annotated[float, typer.Option(min=1, help="TPOT budget.")] = 60.0,
     seed: Annotated[
@@ -50,25 +82,40 @@ def coserve(
     out: Annotated[Path, typer.Option(help="Where configuration, logs and report go.")] = DIRECTORY,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the report here as well.")] = None,
 ) -> None:
-    """Serve a trace alone, beside ungated rollout, and beside gated rollout, on the same pair of engines.
+    """Serve a trace alone, and beside rollout that is gated, held back in simpler ways, or not at all.
 
-    Exit code 5 when a gated mode broke a budget for more than 0.5% of its requests.
+    Every mode meets the same arrivals on the same pair of engines; about 25 minutes.  Exit code 5 when a
+    rose mode broke a budget for more than 0.5% of its requests.
     """
     # vLLM's models take seconds to make and import: not for --help.
     from rose_daemon.bench import report as reports  # noqa: PLC0415
-    from rose_daemon.bench.coserve import Coserve, CoserveOptions, parse_modes  # noqa: PLC0415
+    from rose_daemon.bench import table  # noqa: PLC0415
+    from rose_daemon.bench.coserve import Coserve  # noqa: PLC0415
+    from rose_daemon.bench.runs import REQUESTS_WANTED, CoserveOptions, parse_modes  # noqa: PLC0415
 
     check_report_path(json_file)
+    if quick:
+        rounds, duration = rounds or 1, duration or QUICK_RUN_S
     options = CoserveOptions(
         directory=out.resolve(),
         modes=parse_modes(modes),
-        rounds=rounds,
+        rounds=rounds or 3,
         trace=ReplayPlan(
-            path=trace, offset_s=offset, duration_s=duration, rate_rps=rate, size_divisor=size_divisor
+            path=trace,
+            offset_s=offset,
+            duration_s=duration or RUN_S,
+            rate_rps=rate or FIRST_RATE_RPS,
+            size_divisor=size_divisor,
+            output_divisor=output_divisor,
+            prompt_tokens_max=prompt_max,
         ),
+        calibrate=rate is None,
+        requests=0 if duration else REQUESTS_WANTED,
         concurrency=concurrency,
         rollout_prompt_tokens=prompt_tokens,
         rollout_output_tokens=output_tokens,
+        static_tokens=static_tokens,
+        token_cap=token_cap,
         budgets=Budgets(ttft_ms, tpot_ms),
         seed=seed,
     )
@@ -80,7 +127,7 @@ def coserve(
         console.print("interrupted; everything that was started has ended")
         raise typer.Exit(INTERRUPTED)
     report = reports.build(measured)
-    reports.show(report, console)
+    table.show(report, console)
     write_reports(report, options.directory, json_file, console)
     raise typer.Exit(report["exit_code"])
 

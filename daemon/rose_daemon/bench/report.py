@@ -1,19 +1,16 @@
-"""What the co-serving benchmark found: the JSON report, the verdict, and the table."""
+"""What the co-serving benchmark found: the JSON report and the verdict."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-from rich.console import Console
-from rich.table import Table
-
 from rose.errors import Exit
 from rose.units import NS_PER_MS
-from rose_daemon.bench.coserve import GATED, GateCosts, Measured, Mode, Run, of_mode
+from rose_daemon.bench.figures import BASELINES, Comparison
+from rose_daemon.bench.runs import BUSY_RANGE, GATED, GateCosts, Measured, Mode, Run, of_mode
 from rose_daemon.harness.load import Budgets
-from rose_daemon.harness.stats import bootstrap, percentile, percentiles, rounded
+from rose_daemon.harness.stats import percentile, rounded
 from rose_daemon.harness.summary import breaches, head, serving_figures, violations
 
 VIOLATIONS_PER_MODE = 50
@@ -23,29 +20,40 @@ def build(measured: Measured) -> dict[str, Any]:
     """The report."""
     options, runs = measured.options, measured.runs
     budgets = options.budgets
-    modes = {str(mode): _mode(of_mode(runs, mode), budgets, options.seed) for mode in options.modes}
-    reference = modes.get(str(Mode.ROLLOUT_ALONE), {}).get("rollout_tokens_per_s")
+    comparison = Comparison(runs, options.seed)
+    present = [mode for mode in options.modes if mode not in measured.skipped]
+    modes = {str(mode): _mode(mode, runs, budgets, comparison) for mode in present}
+    rollout_alone = modes.get(str(Mode.ROLLOUT_ALONE), {}).get("rollout_tokens_per_s")
     busy_share = modes.get(str(Mode.ALONE), {}).get("serving_busy_share")
     # What serving alone leaves of the device: nobody can give rollout more without taking from serving.
-    attainable = None if busy_share is None or reference is None else reference * (1 - busy_share)
-    for figures in modes.values():
-        figures["share_of_reference"] = _share(figures["rollout_tokens_per_s"], reference)
-        figures["share_of_attainable"] = _share(figures["rollout_tokens_per_s"], attainable)
+    reference = None if busy_share is None or rollout_alone is None else rollout_alone * (1 - busy_share)
+    for mode, figures in modes.items():
+        shared = mode != Mode.ROLLOUT_ALONE
+        figures["share_of_reference"] = _share(figures["rollout_tokens_per_s"], reference) if shared else None
+        for one in figures["rounds"]:
+            one["share_of_reference"] = _share(one["rollout_tokens_per_s"], reference) if shared else None
     report = head("bench coserve", measured.started_at) | {
         "budgets": {"ttft_ms": budgets.ttft_ms, "tpot_ms": budgets.tpot_ms},
         "modes": modes,
-        "reference_tokens_per_s": reference,
+        "reference_tokens_per_s": rounded(reference, 2),
+        "rollout_alone_tokens_per_s": rollout_alone,
         "serving_alone_busy_share": busy_share,
+        "serving_alone_busy_as_wanted": None if busy_share is None else _as_wanted(busy_share),
         "setup": _setup(measured),
         "gate": _gate(measured),
         "violations": _violations(runs, budgets),
     }
+    report["goals"] = goals(report)
     code = verdict(report)
     return report | {"ok": code is Exit.OK, "exit_code": int(code)}
 
 
 def _share(value: float | None, whole: float | None) -> float | None:
     return round(value / whole, 4) if value is not None and whole else None
+
+
+def _as_wanted(busy_share: float) -> bool:
+    return BUSY_RANGE[0] <= busy_share <= BUSY_RANGE[1]
 
 
 def verdict(report: dict[str, Any]) -> Exit:
@@ -57,23 +65,46 @@ def verdict(report: dict[str, Any]) -> Exit:
     return Exit.OK
 
 
-def _mode(runs: Sequence[Run], budgets: Budgets, seed: int) -> dict[str, Any]:
-    records = [record for run in runs for record in run.records]
-    gaps = [gap for record in records for gap in record.gaps_ms]
-    elapsed_s = sum(run.elapsed_s for run in runs)
-    tokens = sum(run.rollout_tokens for run in runs)
-    alone = all(run.mode is Mode.ALONE for run in runs)
-    figures = serving_figures(records, budgets)
-    ttfts = [[one.ttft_ms for one in run.records if one.ttft_ms is not None] for run in runs]
-    interval = bootstrap(ttfts, lambda values: float(np.percentile(values, 99)), np.random.default_rng(seed))
-    figures["ttft_ms"]["p99_ci"] = None if interval is None else [round(end, 3) for end in interval]
-    return figures | {
-        "itl_ms": percentiles(gaps, 99) | {"max": rounded(max(gaps, default=None))},
-        "rollout_tokens_per_s": None if alone or not elapsed_s else round(tokens / elapsed_s, 2),
-        "serving_busy_share": _mean([run.serving_busy_share for run in runs]),
-        "rollout_busy_share": _mean([run.rollout_busy_share for run in runs]),
-        "rounds": [_round(run, budgets) for run in runs],
-    }
+def goals(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """How far the gated modes are from what ROSE sets out to reach; no part of the exit code."""
+    slack = report["modes"].get(str(Mode.ROSE_SLACK), {})
+    strict = report["modes"].get(str(Mode.ROSE_STRICT), {})
+    alone = (strict.get("against") or {}).get(str(Mode.ALONE)) or {}
+    rows = (
+        ("rose-slack: share within both budgets", slack.get("within_budget_share"), ">=", 0.995),
+        ("rose-slack: share of the reference", slack.get("share_of_reference"), ">=", 0.93),
+        ("rose-strict: p99 TTFT over alone", alone.get("ttft_ms", {}).get("p99_ratio"), "<=", 1.15),
+        ("rose-strict: share of the reference", strict.get("share_of_reference"), ">=", 0.80),
+    )
+    return [
+        {
+            "name": name,
+            "value": value,
+            "wanted": f"{sign} {bound}",
+            "reached": value >= bound if sign == ">=" else value <= bound,
+        }
+        for name, value, sign, bound in rows
+        if value is not None
+    ]
+
+
+def _mode(mode: Mode, runs: Sequence[Run], budgets: Budgets, comparison: Comparison) -> dict[str, Any]:
+    ours = of_mode(runs, mode)
+    elapsed_s = sum(run.elapsed_s for run in ours)
+    tokens = sum(run.rollout_tokens for run in ours)
+    figures = serving_figures([record for run in ours for record in run.records], budgets)
+    rolls_out = mode is not Mode.ALONE and elapsed_s > 0
+    return (
+        figures
+        | (comparison.latencies(mode) if ours else {})
+        | {
+            "rollout_tokens_per_s": round(tokens / elapsed_s, 2) if rolls_out else None,
+            "serving_busy_share": _mean([run.serving_busy_share for run in ours]),
+            "rollout_busy_share": _mean([run.rollout_busy_share for run in ours]),
+            "against": {str(base): comparison.against(mode, base) for base in BASELINES},
+            "rounds": [_round(run, budgets) for run in ours],
+        }
+    )
 
 
 def _round(run: Run, budgets: Budgets) -> dict[str, Any]:
@@ -107,18 +138,26 @@ def _setup(measured: Measured) -> dict[str, Any]:
         "trace": first["trace"],
         "offset": first["offset"],
         "size_divisor": first["size_divisor"],
+        "output_divisor": first["output_divisor"],
         "rate_scale": first["rate_scale"],
+        "rate_rps": first["requests_per_s"],
+        "calibration": [
+            {"rate_rps": round(trial.rate_rps, 3), "busy_share": round(trial.busy_share, 4)}
+            for trial in measured.calibration
+        ],
         "concurrency": options.concurrency,
         "rollout_prompt_tokens": options.rollout_prompt_tokens,
         "rollout_output_tokens": options.rollout_output_tokens,
+        "step_tokens_max": {"static": options.static_tokens, "others": options.token_cap},
         "cpu_affinity": {
             "serving_worker": [cores.shared],
             "rollout_worker": [cores.shared],
             "everything_else": [cores.host],
         },
         "rounds": options.rounds,
-        "duration_s": options.trace.duration_s,
+        "duration_s": round(first["duration_s"], 2),
         "seed": options.seed,
+        "skipped": {str(mode): reason for mode, reason in measured.skipped.items()},
         "traces": measured.traces,
     }
 
@@ -164,35 +203,3 @@ def _violations(runs: Sequence[Run], budgets: Budgets) -> list[dict[str, Any]]:
         ]
         listed += broken[:VIOLATIONS_PER_MODE]
     return listed
-
-
-def show(report: dict[str, Any], console: Console) -> None:
-    """Print the report as a table."""
-    budgets = report["budgets"]
-    title = f"co-serving, budgets TTFT {budgets['ttft_ms']:g} ms, TPOT {budgets['tpot_ms']:g} ms"
-    table = Table(title=title, title_justify="left", box=None, header_style="bold", padding=(0, 1, 0, 0))
-    headings = (
-        "mode", "sent", "in budget", "TTFT p99", "TPOT p99", "ITL p99", "rollout", "share", "of left", "busy",
-    )  # fmt: skip
-    for heading in headings:
-        table.add_column(heading, justify="left" if heading == "mode" else "right", no_wrap=True)
-    for mode, figures in report["modes"].items():
-        table.add_row(
-            mode,
-            str(figures["requests"] or "-"),
-            _text(figures["within_budget_share"], "{:.2%}"),
-            _text(figures["ttft_ms"]["p99"], "{:.0f} ms"),
-            _text(figures["tpot_ms"]["p99"], "{:.1f} ms"),
-            _text(figures["itl_ms"]["p99"], "{:.0f} ms"),
-            _text(figures["rollout_tokens_per_s"], "{:.0f}/s"),
-            _text(figures["share_of_reference"], "{:.0%}"),
-            _text(figures["share_of_attainable"], "{:.0%}"),
-            _text(figures["serving_busy_share"], "{:.0%}"),
-        )
-    console.print(table)
-    if not report["ok"]:
-        console.print("not ok: a mode that promises to keep the budgets broke them", style="red")
-
-
-def _text(value: float | None, pattern: str) -> str:
-    return "-" if value is None else pattern.format(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ class ReplayPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Of the replay."""
     rate_rps: float = 4.0
     size_divisor: float = 8.0
+    output_divisor: float | None = None
+    """Of outputs, where it is not that of prompts."""
     prompt_tokens_min: int = 8
     prompt_tokens_max: int = 256
     output_tokens_min: int = 4
@@ -60,6 +63,7 @@ def plan_replay(plan: ReplayPlan, seed: int) -> ReplayWindow:
         rate_scale=rate_scale,
         speed=speed,
         size_divisor=plan.size_divisor,
+        output_divisor=plan.output_divisor,
         prompt_tokens_min=plan.prompt_tokens_min,
         prompt_tokens_max=plan.prompt_tokens_max,
         output_tokens_min=plan.output_tokens_min,
@@ -73,14 +77,22 @@ def plan_replay(plan: ReplayPlan, seed: int) -> ReplayWindow:
         "stretch_s": round(stretch_s, 3),
         "speed": round(speed, 4),
         "size_divisor": plan.size_divisor,
+        "output_divisor": cut.outputs_divided_by,
         "rate_scale": round(rate_scale * speed, 4),
         "requests_per_s": round(len(requests) / plan.duration_s, 3),
+        "peak_over_mean": _peak_over_mean(requests, plan.duration_s),
         "prompt_tokens_mean": round(sum(one.prompt_tokens for one in requests) / len(requests), 1),
         "output_tokens_mean": round(sum(one.output_tokens for one in requests) / len(requests), 1),
         "seed": seed,
         "notes": list(trace.notes),
     }
     return ReplayWindow(requests, description, plan.offset_s + stretch_s)
+
+
+def _peak_over_mean(requests: Sequence[TraceRequest], duration_s: float) -> float:
+    """Requests in the fullest second over those in a mean one."""
+    seconds = np.bincount([one.at_ns // NS_PER_S for one in requests])
+    return round(float(seconds.max()) * duration_s / len(requests), 2)
 
 
 def _stretch(trace: Trace, plan: ReplayPlan) -> tuple[float, float]:

@@ -78,6 +78,8 @@ class StackPlan(msgspec.Struct, frozen=True, kw_only=True):
     cores: Cores
     ttft_slo_ms: float = 250
     tpot_slo_ms: float = 60
+    token_cap: int = 512
+    """Most rollout tokens of a step."""
 
 
 def free_ports(count: int) -> list[int]:
@@ -108,6 +110,7 @@ def configuration(plan: StackPlan, run_dir: Path, ports: Sequence[int]) -> dict[
             "ttft_slo_ms": plan.ttft_slo_ms,
             "tpot_slo_ms": plan.tpot_slo_ms,
         },
+        "admission": {"token_cap": plan.token_cap},
         "scheduler": {
             "control": f"tcp://127.0.0.1:{control}",
             "gateway_port": gateway,

@@ -33,8 +33,8 @@ class Orders:
                 return self._driver.status()
             case wire.ReclaimRequest(replica=replica, reason=reason):
                 return self._reclaim(replica, reason)
-            case wire.GateRequest(replica=replica, mode=mode):
-                return self._gate(replica, mode)
+            case wire.GateRequest(replica=replica, mode=mode, token_cap=token_cap):
+                return self._gate(replica, mode, token_cap)
             case wire.DrainRequest(replica=replica, drain=drain):
                 self._view(replica)
                 self._driver.decide(DrainRequested(replica, drain))
@@ -53,11 +53,13 @@ class Orders:
         assert memory is not None  # or the request would have been ignored
         return {"kv_budget_blocks": memory.budget_blocks, "state": memory.state}
 
-    def _gate(self, replica: ReplicaId, mode: str | None) -> dict[str, Any]:
+    def _gate(self, replica: ReplicaId, mode: str | None, token_cap: int) -> dict[str, Any]:
         if mode is not None and mode not in _MODES:
             raise ConfigError(f"{mode!r} is no gate mode", f"one of {', '.join(_MODES)}")
+        if token_cap < 0:
+            raise ConfigError(f"{token_cap} tokens a step make no sense", "0 leaves them as configured")
         self._view(replica)
-        self._driver.decide(GateOverridden(replica, None if mode is None else int(_MODES[mode])))
+        self._driver.decide(GateOverridden(replica, None if mode is None else int(_MODES[mode]), token_cap))
         return {"mode": self._view(replica).gate.mode}
 
     def _pin(self, job: JobId, version: WeightVersion | None) -> dict[str, Any]:
