@@ -80,6 +80,9 @@ class DeviceConfig(_Section, frozen=True):
     """Cores the engines' workers share (kind cpu)."""
     memory_bytes: int = 0
     """Capacity to divide (kind cpu); 0 means the host's memory."""
+    rich_in: Literal["", "compute", "bandwidth"] = ""
+    """What it offers most of for its price: tasks that mostly prefill go to
+    `compute`, others to `bandwidth`."""
 
 
 class ServingConfig(_Section, frozen=True):
@@ -179,6 +182,10 @@ class SchedulerConfig(_Section, frozen=True):
     """A node silent this long gets no new turns."""
     turn_stall_timeout_s: float = 120
     """A dispatched turn without a new token for this long is moved (the gate may hold it back for long)."""
+    lease_min_s: float = 60
+    """Least time a replica is lent to a job before fairness between jobs may take it back."""
+    borrow_kv_share_max: float = 0.8
+    """Serving devices whose recent KV use is at or above that are not borrowed; those lent stay lent."""
     queue_max: int = 4096
     """Turns that may wait for a replica; further ones are refused with 429."""
     body_bytes_max: int = 8 << 20

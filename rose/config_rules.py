@@ -30,7 +30,7 @@ _ABOVE_ZERO = (
 )  # fmt: skip
 _NOT_NEGATIVE = (
     "node.weights_undo_max", "device.memory_bytes", "admission.token_cap", "admission.margin_ms",
-    "job.n_rl", "job.n_serving_max", "job.staleness_max",
+    "job.n_rl", "job.n_serving_max", "job.staleness_max", "scheduler.lease_min_s",
 )  # fmt: skip
 _NAME_HINT = "letters, digits, dots, dashes and underscores"
 
@@ -117,6 +117,8 @@ def _check_shares(config: Config, refuse: _Refuse) -> None:
         refuse("memory.cut_share", "must lie between 0 and 1")
     if not 0 <= config.memory.headroom_share < 1:
         refuse("memory.headroom_share", "must lie in [0, 1)")
+    if not 0 < config.scheduler.borrow_kv_share_max <= 1:
+        refuse("scheduler.borrow_kv_share_max", "must lie in (0, 1]")
     if config.node.gate_lease_ms < 2 * config.node.tick_ms:
         refuse(
             "node.gate_lease_ms",

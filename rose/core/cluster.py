@@ -48,8 +48,9 @@ from rose.core.events import (
     VersionPublished,
 )
 from rose.core.membership import Change, Membership, Replica
-from rose.core.placement import Lease, Placement
+from rose.core.placement import Around, Lease, Placement
 from rose.core.routing import Condition, Router
+from rose.core.switching import SwitchCost
 from rose.core.turns import TurnCounts
 from rose.core.versions import JobVersions
 from rose.units import NS_PER_MS, JobId, NodeId, ReplicaId, WeightVersion
@@ -77,7 +78,7 @@ class _Job:
     versions: JobVersions
     router: Router
     turns: JobTurns
-    rolling: bool = False
+    switching: SwitchCost
     told: dict[NodeId, tuple[str | None, int]] = field(default_factory=dict)
     """Session and RL step that each node was told last."""
 
@@ -93,7 +94,10 @@ class ClusterMachine:
             settings.forget_node_after_ns,
             settings.gate_patience_ns,
         )
-        self._placement = Placement(settings.lease_grace_ns)
+        self._settings = settings
+        self._placement = Placement(
+            settings.lease_grace_ns, settings.lease_min_ns, settings.borrow_kv_share_max
+        )
         self._effects: list[ClusterEffect] = []
         """Of the step being taken; shared with the dispatcher."""
         self._dispatcher = Dispatcher(settings, self._effects, self._open_ns)
@@ -114,7 +118,7 @@ class ClusterMachine:
             case NodeHeartbeat() | NodeRegistered() | NodeLeft() | ReplicaDrainRequested():
                 self._node_event(event, now_ns)
             case JobSubmitted() | JobEnded() | JobStepBegan() | JobStepEnded() | VersionPublished():
-                self._job_event(event)
+                self._job_event(event, now_ns)
             case Tick():
                 self._tick(now_ns)
             case _:
@@ -221,17 +225,17 @@ class ClusterMachine:
     def _node_event(self, event: _NodeEvent, now_ns: int) -> None:
         match event:
             case NodeHeartbeat():
-                self._apply(self._membership.heartbeat(event, now_ns))
+                self._apply(self._membership.heartbeat(event, now_ns), now_ns)
             case NodeRegistered():
-                self._apply(self._membership.register(event, now_ns))
+                self._apply(self._membership.register(event, now_ns), now_ns)
             case NodeLeft():
-                self._apply(self._membership.leave(event))
+                self._apply(self._membership.leave(event), now_ns)
             case ReplicaDrainRequested():
-                self._apply(self._membership.drain(event.replica, event.drain, now_ns))
+                self._apply(self._membership.drain(event.replica, event.drain, now_ns), now_ns)
             case _:
                 assert_never(event)
 
-    def _job_event(self, event: _JobEvent) -> None:
+    def _job_event(self, event: _JobEvent, now_ns: int) -> None:
         if isinstance(event, JobSubmitted):
             self._submitted(event)
             return
@@ -244,9 +248,9 @@ class ClusterMachine:
             case JobEnded():
                 self._ended(job)
             case JobStepBegan():
-                self._step_began(job, event)
+                self._step_began(job, event, now_ns)
             case JobStepEnded():
-                job.rolling &= job.versions.rl_step != event.rl_step
+                self._step_ended(job, event, now_ns)
             case VersionPublished():
                 if job.versions.publish(event.version):
                     self._reconfigure(job)
@@ -254,18 +258,18 @@ class ClusterMachine:
                 assert_never(event)
 
     def _tick(self, now_ns: int) -> None:
-        self._apply(self._membership.expire(now_ns))
+        self._apply(self._membership.expire(now_ns), now_ns)
         self._replan |= now_ns >= self._placement.next_deadline_ns()
         self._dispatcher.tick(now_ns)
 
     # ---- nodes and leases --------------------------------------------------------------------------
 
-    def _apply(self, change: Change) -> None:
+    def _apply(self, change: Change, now_ns: int) -> None:
         self._effects.extend(change.says)
         for replica, reason in change.gone:
             self._gone(replica.id, reason)
         for replica in change.seen:
-            self._seen(replica)
+            self._seen(replica, now_ns)
 
     def _gone(self, replica: ReplicaId, reason: str) -> None:
         lease = self._placement.release(replica)
@@ -275,8 +279,8 @@ class ClusterMachine:
         del self._offers[replica]
         self._replan = True
 
-    def _seen(self, replica: Replica) -> None:
-        offer = (replica.fit, replica.report.serving_kv_used_share is not None)
+    def _seen(self, replica: Replica, now_ns: int) -> None:
+        offer = self._placement.offers(replica)
         if self._offers.get(replica.id) != offer:
             self._offers[replica.id] = offer
             self._dispatcher.replica_came(replica.id)
@@ -285,23 +289,35 @@ class ClusterMachine:
         if lease is not None:
             job = self._jobs[lease.job]
             job.router.update(replica.id, _condition(replica))
+            if job.router.is_open(replica.id):
+                job.switching.usable(replica.id, now_ns)
             self._move_misfits(job, replica.id)
             self._dispatcher.touch(job.turns)
 
     def _place(self, now_ns: int) -> None:
         self._replan = False
         quotas = {name: job.spec for name, job in self._jobs.items()}
-        plan = self._placement.plan(quotas, self._membership.replicas, self._count_on, now_ns)
+        around = Around(
+            self._membership.replicas,
+            self._count_on,
+            lambda job: self._jobs[job].switching.pays(now_ns, len(self._jobs[job].turns.queue) > 0),
+            now_ns,
+        )
+        plan = self._placement.plan(quotas, around)
         for lease, reason in plan.revoked:
             self._unlease(lease, reason)
         for lease in plan.granted:
-            self._lease(lease)
+            self._lease(lease, now_ns)
 
-    def _lease(self, lease: Lease) -> None:
+    def _lease(self, lease: Lease, now_ns: int) -> None:
         """Carry out a grant."""
         job = self._jobs[lease.job]
         replica = self._membership.replicas[lease.replica]
         job.router.add(lease.replica, replica.serving, _condition(replica))
+        if replica.serving:
+            job.switching.granted(lease.replica, now_ns)
+            if job.router.is_open(lease.replica):
+                job.switching.usable(lease.replica, now_ns)
         self._effects.append(GrantLease(lease.node, lease.replica, lease.job, lease.lease))
         self._tell_step(job, lease.node)
         self._dispatcher.touch(job.turns)
@@ -311,6 +327,7 @@ class ClusterMachine:
         job = self._jobs[lease.job]
         self._dispatcher.move_all(job.turns, lease.replica, reason)
         job.router.remove(lease.replica)
+        job.switching.ended(lease.replica)
         self._effects.append(RevokeLease(lease.node, lease.replica, lease.job, lease.lease, reason))
 
     # ---- jobs --------------------------------------------------------------------------------------
@@ -327,8 +344,11 @@ class ClusterMachine:
         job = self._jobs.get(event.job)
         if job is None:
             versions = JobVersions(event.staleness_max)
-            router = Router(event.trajectories_per_replica_max, versions.window)
-            self._jobs[event.job] = _Job(event, versions, router, self._dispatcher.add_job(event.job, router))
+            settings = self._settings
+            router = Router(event.trajectories_per_replica_max, versions.window, settings.slack)
+            turns = self._dispatcher.add_job(event.job, router)
+            switching = SwitchCost(settings.switch_cost_ns, settings.switch_gain_min)
+            self._jobs[event.job] = _Job(event, versions, router, turns, switching)
         else:
             job.spec = event
             job.versions.staleness_max = event.staleness_max
@@ -345,10 +365,18 @@ class ClusterMachine:
         del self._jobs[name]
         self._replan = True
 
-    def _step_began(self, job: _Job, event: JobStepBegan) -> None:
+    def _step_ended(self, job: _Job, event: JobStepEnded, now_ns: int) -> None:
+        if job.turns.rolling and job.versions.rl_step == event.rl_step:
+            job.turns.rolling = False
+            job.switching.step_ended(now_ns)
+            self._replan = True  # there is time now for what did not pay before
+
+    def _step_began(self, job: _Job, event: JobStepBegan, now_ns: int) -> None:
         if not job.versions.begin_step(event.rl_step, event.required_version):
             return
-        job.rolling = True
+        job.turns.rolling = True
+        job.switching.step_began(now_ns)
+        self._replan = True
         for replica in self._placement.held_by(event.job):
             self._tell_step(job, self._placement.leases[replica].node)
         self._reconfigure(job)
@@ -389,46 +417,18 @@ class ClusterMachine:
         return 0 if lease is None else self._jobs[lease.job].router.count_on(replica)
 
     def _view_job(self, job: _Job) -> JobView:
-        replicas = [self._membership.replicas[replica] for replica in self._placement.held_by(job.spec.job)]
+        held = [self._membership.replicas[replica] for replica in self._placement.held_by(job.spec.job)]
+        replicas = tuple(self._view_replica(replica) for replica in held)
         queued = len(job.turns.queue)
-        return JobView(
-            job=job.spec.job,
-            model=job.spec.model,
-            required_version=job.versions.required,
-            latest_version=job.versions.latest,
-            rl_step=job.versions.rl_step,
-            rolling=job.rolling,
-            staleness_max=job.spec.staleness_max,
-            n_rl=job.spec.n_rl,
-            n_serving_max=job.spec.n_serving_max,
-            trajectories_per_replica_max=job.spec.trajectories_per_replica_max,
-            turns_queued=queued,
-            turns_in_flight=len(job.turns.live) - queued,
-            replicas=tuple(self._view_replica(replica) for replica in replicas),
-        )
+        in_flight = len(job.turns.live) - queued
+        return JobView.of(job.spec, job.versions, job.turns.rolling, queued, in_flight, replicas)
 
     def _view_replica(self, replica: Replica) -> ReplicaView:
         lease = self._placement.leases.get(replica.id)
+        eligible = lease is not None and self._jobs[lease.job].router.is_open(replica.id)
+        node_state = self._membership.nodes[replica.node].state
         tally = self._dispatcher.tallies[replica.id]
-        return ReplicaView(
-            replica=replica.id,
-            node=replica.node,
-            kind=replica.report.kind,
-            state=replica.report.state,
-            node_state=self._membership.nodes[replica.node].state,
-            url=replica.report.url,
-            weight_version=replica.report.weight_version,
-            updating=replica.report.updating,
-            drained=replica.drained,
-            gate_open=replica.gate_open,
-            gate_held=replica.gate_held,
-            job=None if lease is None else lease.job,
-            lease=None if lease is None else lease.lease,
-            eligible=lease is not None and self._jobs[lease.job].router.is_open(replica.id),
-            turns_in_flight=self._count_on(replica.id),
-            turns_finished=tally.turns_finished,
-            tokens=tally.tokens,
-        )
+        return ReplicaView.of(replica, node_state, lease, eligible, self._count_on(replica.id), tally)
 
 
 def _condition(replica: Replica) -> Condition:
@@ -440,4 +440,5 @@ def _condition(replica: Replica) -> Condition:
         replica.gate_open,
         replica.gate_held,
         report.kv_budget_tokens,
+        report.hardware,
     )

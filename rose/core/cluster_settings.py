@@ -7,6 +7,15 @@ import msgspec
 from rose.units import NS_PER_MS, NS_PER_S
 
 
+class RoutingSlack(msgspec.Struct, frozen=True, kw_only=True):
+    """How much more loaded (1: full) a replica may be than the best, and still be preferred."""
+
+    group: float = 0.25
+    """For holding the prompt of the turn's group (GRPO samples one prompt many times)."""
+    hardware: float = 0.25
+    """For being of the kind of device that suits the turn's task."""
+
+
 class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The first five come from `[scheduler]` of rose.toml."""
 
@@ -33,6 +42,17 @@ class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True):
     """A gate not seen open for this long counts against its replica (see `rose.core.routing`)."""
     lease_grace_ns: int = 30 * NS_PER_S
     """A leased replica may be unfit for this long before another takes its place."""
+    lease_min_ns: int = 60 * NS_PER_S
+    """Least time for which a replica is lent, before fairness between jobs may take it back."""
+    borrow_kv_share_max: float = 0.8
+    """Serving devices whose recent KV use is at or above that are not borrowed; those lent stay lent."""
+    switch_cost_ns: int = 5 * NS_PER_S
+    """From a grant to a replica that takes turns, until that was measured."""
+    switch_gain_min: float = 2.0
+    """A replica is borrowed in mid-step if what is left of the rollout is so many times the switch cost."""
+    slack: RoutingSlack = RoutingSlack()
+    prefill_heavy_ratio: float = 10.0
+    """Tasks with more fresh prompt tokens per generated token go to compute-rich devices."""
     forget_node_after_ns: int = 3600 * NS_PER_S
     pins_max: int = 100_000
     pin_ttl_ns: int = 1800 * NS_PER_S

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import msgspec
 
+from rose.core.dispatch import Tally
+from rose.core.events import JobSubmitted
+from rose.core.membership import Replica
+from rose.core.placement import Lease
 from rose.core.turns import TurnCounts
+from rose.core.versions import JobVersions
 from rose.units import JobId, NodeId, ReplicaId, WeightVersion
 
 
@@ -42,6 +47,38 @@ class ReplicaView(msgspec.Struct, frozen=True):
     tokens: int
     """Tokens of all attempts that ended here."""
 
+    @classmethod
+    def of(
+        cls,
+        replica: Replica,
+        node_state: str,
+        lease: Lease | None,
+        eligible: bool,
+        in_flight: int,
+        tally: Tally,
+    ) -> ReplicaView:
+        """What membership, placement, routing and dispatch know of it."""
+        report = replica.report
+        return cls(
+            replica=replica.id,
+            node=replica.node,
+            kind=report.kind,
+            state=report.state,
+            node_state=node_state,
+            url=report.url,
+            weight_version=report.weight_version,
+            updating=report.updating,
+            drained=replica.drained,
+            gate_open=replica.gate_open,
+            gate_held=replica.gate_held,
+            job=None if lease is None else lease.job,
+            lease=None if lease is None else lease.lease,
+            eligible=eligible,
+            turns_in_flight=in_flight,
+            turns_finished=tally.turns_finished,
+            tokens=tally.tokens,
+        )
+
 
 class JobView(msgspec.Struct, frozen=True):
     """One job, as GET /rose/v1/jobs/{job} answers it."""
@@ -60,6 +97,33 @@ class JobView(msgspec.Struct, frozen=True):
     turns_queued: int
     turns_in_flight: int
     replicas: tuple[ReplicaView, ...]
+
+    @classmethod
+    def of(
+        cls,
+        spec: JobSubmitted,
+        versions: JobVersions,
+        rolling: bool,
+        turns_queued: int,
+        turns_in_flight: int,
+        replicas: tuple[ReplicaView, ...],
+    ) -> JobView:
+        """The job's terms, versions, turns and replicas."""
+        return cls(
+            job=spec.job,
+            model=spec.model,
+            required_version=versions.required,
+            latest_version=versions.latest,
+            rl_step=versions.rl_step,
+            rolling=rolling,
+            staleness_max=spec.staleness_max,
+            n_rl=spec.n_rl,
+            n_serving_max=spec.n_serving_max,
+            trajectories_per_replica_max=spec.trajectories_per_replica_max,
+            turns_queued=turns_queued,
+            turns_in_flight=turns_in_flight,
+            replicas=replicas,
+        )
 
 
 class ClusterView(msgspec.Struct, frozen=True):

@@ -21,6 +21,7 @@ from rose.core.events import (
 )
 from rose.core.readings import NEVER
 from rose.core.routing import Pick, Pins, Router, Want
+from rose.core.tokenmix import TokenMix
 from rose.core.turns import Turn, TurnCounts, TurnQueue
 from rose.units import JobId, ReplicaId, TrajectoryId, TurnId, WeightVersion
 
@@ -35,6 +36,8 @@ class JobTurns:
     router: Router
     queue: TurnQueue = field(default_factory=TurnQueue)
     live: dict[TurnId, Turn] = field(default_factory=dict)
+    rolling: bool = False
+    """A step's rollouts are under way, so that few turns left means its tail."""
 
 
 @dataclass(slots=True)
@@ -73,6 +76,9 @@ class Dispatcher:
         self._suspended: dict[ReplicaId, tuple[JobId, int]] = {}
         """Replicas left out by the job that leases them, and until when."""
         self.pins = Pins(settings.pins_max, settings.pin_ttl_ns)
+        self._groups = Pins(settings.pins_max, settings.pin_ttl_ns)
+        """Where each group ran last; the groups stand in for trajectories."""
+        self._mix = TokenMix(settings.prefill_heavy_ratio)
         self.counts = TurnCounts()
         self.tallies: dict[ReplicaId, Tally] = {}
 
@@ -97,6 +103,8 @@ class Dispatcher:
             self._close(job, turn)
             self._fail(turn.id, 410, "job_ended", f"job {job.job!r} ended")
         self._forget(self.pins.drop_job(job.job))
+        self._groups.drop_job(job.job)
+        self._mix.drop_job(job.job)
         del self._jobs[job.job]
 
     def replica_came(self, replica: ReplicaId) -> None:
@@ -106,6 +114,7 @@ class Dispatcher:
     def replica_left(self, replica: ReplicaId) -> None:
         """Its prefixes are gone; its turns have been moved."""
         self._forget(self.pins.drop_replica(replica))
+        self._groups.drop_replica(replica)
         del self.tallies[replica]
         self._suspended.pop(replica, None)
 
@@ -149,6 +158,7 @@ class Dispatcher:
         resumes = self.pins.get(event.job, event.trajectory) is not None
         weight = event.prompt_tokens + event.tokens_max
         turn = Turn(event.turn, event.job, event.trajectory, weight, event.version_min, resumes)
+        turn.group, turn.task, turn.prompt_tokens = event.group, event.task, event.prompt_tokens
         self._turns[turn.id] = job.live[turn.id] = turn
         self._enqueue(job, turn)
         self._drain(job, now_ns)
@@ -170,6 +180,7 @@ class Dispatcher:
         turn = self._current(event)
         if turn is not None:
             turn.tokens = event.tokens
+            self._measure(turn)
             self.tallies[event.replica].turns_finished += 1
             self.tallies[event.replica].failures = 0
             self._close(self._jobs[turn.job], turn)
@@ -203,6 +214,7 @@ class Dispatcher:
     def tick(self, now_ns: int) -> None:
         """Time passed."""
         self._forget(self.pins.expire(now_ns))
+        self._groups.expire(now_ns)
         if now_ns >= self._sweep_ns:
             self._sweep(now_ns)
         for job in self._jobs.values():
@@ -224,6 +236,13 @@ class Dispatcher:
         if turn is None or turn.replica != event.replica or event.attempt not in {0, turn.attempt}:
             return None
         return turn
+
+    def _measure(self, turn: Turn) -> None:
+        """A turn finished: note what its task is like, and how long its trajectory is now."""
+        if turn.attempt == 1:  # one that moved did not do it all in this attempt
+            fresh = max(0, turn.prompt_tokens - self.pins.tokens(turn.job, turn.trajectory))
+            self._mix.observe(turn.job, turn.task, fresh, turn.tokens)
+        self.pins.grew(turn.job, turn.trajectory, turn.prompt_tokens + turn.tokens)
 
     def _sweep(self, now_ns: int) -> None:
         """Move attempts that make no progress.  Rare, so that progress itself costs next to nothing."""
@@ -318,12 +337,25 @@ class Dispatcher:
             job.queue.wake()
         while job.router.has_room() and (turn := job.queue.head()) is not None:
             strictly = now_ns < turn.avoid_until_ns
-            pin = self.pins.get(turn.job, turn.trajectory)
-            pick = job.router.pick(Want(turn.weight, pin, turn.avoid, strictly, turn.version_min))
+            pick = job.router.pick(self._want(job, turn, strictly))
             if pick is None:
                 job.queue.set_aside(turn, turn.avoid_until_ns if strictly else NEVER)
             else:
                 self._dispatch(job, turn, pick, now_ns)
+
+    def _want(self, job: JobTurns, turn: Turn, avoid_strictly: bool) -> Want:
+        """What the router needs to know of a waiting turn."""
+        group_pin = self._groups.get(turn.job, TrajectoryId(turn.group)) if turn.group else None
+        return Want(
+            turn.weight,
+            self.pins.get(turn.job, turn.trajectory),
+            turn.avoid,
+            avoid_strictly,
+            turn.version_min,
+            group_pin,
+            self._mix.suits(turn.job, turn.task),
+            job.rolling and len(job.live) <= job.router.open_dedicated,
+        )
 
     def _dispatch(self, job: JobTurns, turn: Turn, pick: Pick, now_ns: int) -> None:
         self._release(job, turn)
@@ -337,6 +369,8 @@ class Dispatcher:
         why = pick.why if turn.attempt == 1 else f"rerouted:{pick.why}"
         self._effects.append(DispatchTurn(turn.id, pick.replica, turn.attempt, why))
         self._forget(self.pins.put(turn.job, turn.trajectory, pick.replica, now_ns))
+        if turn.group:
+            self._groups.put(turn.job, TrajectoryId(turn.group), pick.replica, now_ns)
 
     def _forget(self, trajectories: Iterable[TrajectoryId]) -> None:
         self._effects.extend(ForgetTrajectory(trajectory) for trajectory in trajectories)

@@ -204,6 +204,8 @@ class ReplicaReport(msgspec.Struct, frozen=True):
     serving_kv_used_share: float | None = None
     device: str = ""
     """Identity of the serving device lent (for `at most one job per serving GPU`); empty if dedicated."""
+    hardware: str = ""
+    """What the device is rich in for its price, `compute` or `bandwidth`; empty: not told."""
 
 
 class NodeRegistered(Event, frozen=True):
@@ -279,6 +281,9 @@ class TurnArrived(Event, frozen=True):
     """As far as known at arrival (characters/4 for text); only used to weigh load."""
     tokens_max: int
     group: str = ""
+    """Turns of one group share their prompt; they run on one replica where that costs nothing."""
+    task: str = ""
+    """Kind of work, whose token mix decides which hardware suits it."""
     version_min: WeightVersion | None = None
 
 

@@ -248,6 +248,7 @@ class HostedReplica:
             context_tokens_max=self.settings.context_tokens_max,
             serving_kv_used_share=serving_kv_used_share if self.memory else None,
             device=self.settings.device,
+            hardware=self.settings.hardware,
         )
 
     def gate_view(self) -> GateView:

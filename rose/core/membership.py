@@ -12,6 +12,7 @@ elsewhere.  A dead node that speaks again is alive again; a node silent for `for
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from enum import StrEnum
 from rose.core.effects import Say
 from rose.core.events import NodeHeartbeat, NodeLeft, NodeRegistered, ReplicaReport
 from rose.core.readings import NEVER
-from rose.units import NodeId, ReplicaId
+from rose.units import NS_PER_S, NodeId, ReplicaId
 
 # Values of `rose.core.lifecycle.ReplicaState`, as they come over the wire.
 READY = "ready"
@@ -29,6 +30,7 @@ UPDATING = "updating"
 DEDICATED = "dedicated"
 OPPORTUNISTIC = "opportunistic"
 
+_KV_RECENT_NS = 30 * NS_PER_S
 _SESSIONS_REMEMBERED = 16
 """Replaced sessions kept per node, to recognise their late messages."""
 
@@ -59,6 +61,8 @@ class Replica:
     """The operator took it out of use."""
     gate_held: bool = False
     """The gate has not been seen open for `gate_patience_ns`."""
+    kv_recent: float | None = None
+    """KV use of the serving engine, smoothed over half a minute; None while it is not known."""
     _open_ns: int = 0
 
     @property
@@ -88,6 +92,7 @@ class Replica:
     def observe(self, report: ReplicaReport, now_ns: int, gate_patience_ns: int) -> None:
         """Take in a newer report."""
         self._open_ns = self.open_ns(now_ns)
+        self.kv_recent = _smoothed(self.kv_recent, report.serving_kv_used_share, now_ns - self.reported_ns)
         self.report = report
         self.reported_ns = now_ns
         if self.gate_open:
@@ -305,6 +310,13 @@ class Membership:
     def _drop(self, node: Node, replica: ReplicaId, reason: str, change: Change) -> None:
         del node.replicas[replica]
         change.gone.append((self.replicas.pop(replica), reason))
+
+
+def _smoothed(recent: float | None, newest: float | None, elapsed_ns: int) -> float | None:
+    """An unknown makes the average unknown, and what follows begins anew."""
+    if recent is None or newest is None:
+        return newest
+    return recent + (newest - recent) * (1 - math.exp(-elapsed_ns / _KV_RECENT_NS))
 
 
 def _retire(node: Node) -> None:

@@ -27,6 +27,8 @@ class ReplicaSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of one KV block; 0 if not known."""
     device: str = ""
     """Identity of the serving device lent; empty if dedicated."""
+    hardware: str = ""
+    """What the device is rich in, `compute` or `bandwidth`; empty: not told."""
 
 
 class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):

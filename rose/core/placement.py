@@ -2,11 +2,18 @@
 
 A job asks for `n_rl` dedicated replicas and at most `n_serving_max` borrowed ones.  Borrowed ones are taken
 in order of the serving engine's recent KV use, lowest first (paper, placement); a device whose use is not
-known is not borrowed at all.  A serving device is lent to at most one job, and once.
+known is not borrowed at all, nor is one whose use is at or above `borrow_kv_share_max`.  A serving device is
+lent to at most one job, and once.
 
-Leases are sticky: a lease that works is not moved because another device became idler.  It ends when the job
-ends or shrinks, when the replica leaves, or when the replica has been unfit (not ready, silent, drained) for
-`lease_grace_ns`, runs nothing, and a fit one could take its place.  Jobs are served in order of submission.
+Leases are sticky: a lease that works is not moved because another device became idler, and one that would
+not be granted any more because its device became busier is kept (hysteresis; the host's own gate and memory
+policy protect serving meanwhile).  It ends when the job ends or shrinks, when the replica leaves, or when the
+replica has been unfit (not ready, silent, drained) for `lease_grace_ns`, runs nothing, and a fit one could
+take its place.
+
+Jobs of one model share its replicas by max-min fairness.  A job above its share gives a replica up only when
+another below its own has none left to take, and only after it has had it for `lease_min_ns`.  A borrowed
+replica is not granted to a job that would not gain by it any more (`rose.core.switching`).
 """
 
 from __future__ import annotations
@@ -16,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from rose.core.events import JobSubmitted
+from rose.core.fairness import fair_shares
 from rose.core.membership import DEDICATED, OPPORTUNISTIC, Replica
 from rose.core.readings import NEVER
 from rose.units import JobId, NodeId, ReplicaId
@@ -34,6 +42,7 @@ class Lease(NamedTuple):
     kind: str
     device: Device | None
     """None for a dedicated replica."""
+    granted_ns: int = 0
 
 
 @dataclass(slots=True)
@@ -44,11 +53,24 @@ class Plan:
     granted: list[Lease] = field(default_factory=list)
 
 
+class Around(NamedTuple):
+    """What planning goes by besides the jobs."""
+
+    replicas: Mapping[ReplicaId, Replica]
+    count_on: Callable[[ReplicaId], int]
+    """Turns in flight on a replica."""
+    pays: Callable[[JobId], bool]
+    """Whether the job would gain by one more borrowed replica now."""
+    now_ns: int
+
+
 class Placement:
     """The ledger of leases."""
 
-    def __init__(self, lease_grace_ns: int) -> None:
+    def __init__(self, lease_grace_ns: int, lease_min_ns: int, borrow_kv_share_max: float) -> None:
         self._lease_grace_ns = lease_grace_ns
+        self._lease_min_ns = lease_min_ns
+        self._borrow_kv_share_max = borrow_kv_share_max
         self.leases: dict[ReplicaId, Lease] = {}
         self._devices: dict[Device, ReplicaId] = {}
         self._held: dict[tuple[JobId, str], dict[ReplicaId, None]] = {}
@@ -58,6 +80,10 @@ class Placement:
     def next_deadline_ns(self) -> int:
         """When the passing of time alone may change the plan, or NEVER."""
         return self._due_ns
+
+    def offers(self, replica: Replica) -> tuple[bool, bool]:
+        """What of a replica planning goes by; a change calls for a new plan."""
+        return (replica.fit, self._idle_enough(replica))
 
     def held_by(self, job: JobId) -> list[ReplicaId]:
         """The job's replicas, dedicated first, in order of their leases."""
@@ -75,55 +101,98 @@ class Placement:
             del self._devices[lease.device]
         return lease
 
-    def plan(
-        self,
-        jobs: Mapping[JobId, JobSubmitted],
-        replicas: Mapping[ReplicaId, Replica],
-        count_on: Callable[[ReplicaId], int],
-        now_ns: int,
-    ) -> Plan:
-        """Bring the leases in line with demand and offer; `count_on` tells turns in flight on a replica."""
+    def plan(self, jobs: Mapping[JobId, JobSubmitted], around: Around) -> Plan:
+        """Bring the leases in line with demand and offer."""
         plan = Plan()
         self._due_ns = NEVER
-        for job, quota in jobs.items():
-            for kind, wanted in ((DEDICATED, quota.n_rl), (OPPORTUNISTIC, quota.n_serving_max)):
-                holders = [replicas[replica] for replica in self._held.get((job, kind), ())]
-                holders = self._shed(holders, quota.model, wanted, plan)
-                replaceable = self._replaceable(holders, count_on, now_ns)
-                if len(holders) - len(replaceable) < wanted:
-                    missing = wanted - len(holders)
-                    candidates = self._candidates(kind, quota.model, replicas.values())
-                    self._fill(job, candidates, missing, replaceable, plan)
+        for kind in (DEDICATED, OPPORTUNISTIC):
+            wanted = {
+                job: quota.n_rl if kind == DEDICATED else quota.n_serving_max for job, quota in jobs.items()
+            }
+            for job, quota in jobs.items():
+                self._shed(job, kind, quota.model, wanted[job], around, plan)
+            for model in dict.fromkeys(quota.model for quota in jobs.values()):
+                rivals = {job: wanted[job] for job, quota in jobs.items() if quota.model == model}
+                self._share_out(kind, model, rivals, around, plan)
         return plan
 
-    def _shed(self, holders: list[Replica], model: str, wanted: int, plan: Plan) -> list[Replica]:
-        """Revoke leases that the job's present terms do not cover; answers the others."""
-        kept: list[Replica] = []
+    def _share_out(
+        self, kind: str, model: str, wanted: Mapping[JobId, int], around: Around, plan: Plan
+    ) -> None:
+        """Give the jobs of one model their shares of one kind of replica."""
+        candidates = self._candidates(kind, model, around.replicas.values())
+        held = {job: [around.replicas[name] for name in self._held.get((job, kind), ())] for job in wanted}
+        fit = sum(holder.fit for holders in held.values() for holder in holders)
+        spare = len({_place(candidate) for candidate in candidates})
+        shares = fair_shares(wanted, fit + spare)
+        gaining = [job for job in wanted if kind == DEDICATED or around.pays(job)]
+        short = sum(max(0, shares[job] - len(held[job])) for job in gaining)
+        if (scarce := short - spare) > 0:
+            self._take_back(held, shares, scarce, around, plan)
+            candidates = self._candidates(kind, model, around.replicas.values())
+        for job in wanted:
+            holders = [around.replicas[name] for name in self._held.get((job, kind), ())]
+            replaceable = self._replaceable(holders, around)
+            if job in gaining and len(holders) - len(replaceable) < shares[job]:
+                left = (candidate for candidate in candidates if candidate.id not in self.leases)
+                self._fill(job, left, shares[job] - len(holders), replaceable, around.now_ns, plan)
+
+    def _take_back(
+        self,
+        held: Mapping[JobId, list[Replica]],
+        shares: Mapping[JobId, int],
+        scarce: int,
+        around: Around,
+        plan: Plan,
+    ) -> None:
+        """Revoke up to `scarce` leases of jobs above their share; those that run least go first."""
+        over = [
+            holder
+            for job, holders in held.items()
+            for holder in sorted(holders, key=lambda holder: (around.count_on(holder.id), holder.id))[
+                : max(0, len(holders) - shares[job])
+            ]
+        ]
+        for holder in sorted(over, key=lambda holder: (around.count_on(holder.id), holder.id)):
+            due_ns = self.leases[holder.id].granted_ns + self._lease_min_ns
+            if around.now_ns < due_ns:
+                self._due_ns = min(self._due_ns, due_ns)
+            elif scarce > 0:
+                scarce -= 1
+                self._revoke(holder.id, "fair_share", plan)
+
+    def _shed(self, job: JobId, kind: str, model: str, wanted: int, around: Around, plan: Plan) -> None:
+        """Revoke leases that the job's present terms do not cover."""
+        kept = 0
+        holders = [around.replicas[replica] for replica in self._held.get((job, kind), ())]
         for holder in sorted(holders, key=_best_first):
             if holder.report.model != model:
                 self._revoke(holder.id, "model_changed", plan)
-            elif len(kept) == wanted:
+            elif kept == wanted:
                 self._revoke(holder.id, "job_shrank", plan)
             else:
-                kept.append(holder)
-        return kept
+                kept += 1
 
-    def _replaceable(
-        self, holders: Iterable[Replica], count_on: Callable[[ReplicaId], int], now_ns: int
-    ) -> list[Replica]:
+    def _replaceable(self, holders: Iterable[Replica], around: Around) -> list[Replica]:
         """Holders that may give way now; notes when to look again."""
         found = []
         for holder in holders:
             if holder.unfit_since_ns is None:
                 continue
             due_ns = holder.unfit_since_ns + self._lease_grace_ns
-            if now_ns >= due_ns and count_on(holder.id) == 0:
+            if around.now_ns >= due_ns and around.count_on(holder.id) == 0:
                 found.append(holder)
-            self._due_ns = min(self._due_ns, max(due_ns, now_ns + self._lease_grace_ns // 4))
+            self._due_ns = min(self._due_ns, max(due_ns, around.now_ns + self._lease_grace_ns // 4))
         return found
 
     def _fill(
-        self, job: JobId, candidates: Iterable[Replica], missing: int, replaceable: list[Replica], plan: Plan
+        self,
+        job: JobId,
+        candidates: Iterable[Replica],
+        missing: int,
+        replaceable: list[Replica],
+        now_ns: int,
+        plan: Plan,
     ) -> None:
         """Grant what is missing, then replace."""
         for candidate in candidates:
@@ -135,7 +204,7 @@ class Placement:
                 self._revoke(replaceable.pop().id, "replaced", plan)
             else:
                 return
-            self._grant(job, candidate, plan)
+            self._grant(job, candidate, now_ns, plan)
 
     def _candidates(self, kind: str, model: str, replicas: Iterable[Replica]) -> list[Replica]:
         fit = [
@@ -145,13 +214,18 @@ class Placement:
             and replica.report.model == model
             and replica.fit
             and replica.id not in self.leases
-            and not (replica.serving and replica.report.serving_kv_used_share is None)
+            and not (
+                replica.serving and (not self._idle_enough(replica) or _device(replica) in self._devices)
+            )
         ]
         return sorted(fit, key=lambda replica: (_kv_use(replica), replica.id))
 
-    def _grant(self, job: JobId, replica: Replica, plan: Plan) -> None:
+    def _idle_enough(self, replica: Replica) -> bool:
+        return replica.kv_recent is not None and replica.kv_recent < self._borrow_kv_share_max
+
+    def _grant(self, job: JobId, replica: Replica, now_ns: int, plan: Plan) -> None:
         device = _device(replica) if replica.serving else None
-        lease = Lease(self._next_lease, job, replica.id, replica.node, replica.report.kind, device)
+        lease = Lease(self._next_lease, job, replica.id, replica.node, replica.report.kind, device, now_ns)
         self._next_lease += 1
         self.leases[replica.id] = lease
         self._held.setdefault((job, lease.kind), {})[replica.id] = None
@@ -170,9 +244,13 @@ def _device(replica: Replica) -> Device:
     return (replica.node, replica.report.device or f"replica:{replica.id}")
 
 
+def _place(replica: Replica) -> Device | ReplicaId:
+    """What counts as one in the supply: two replicas on one serving device cannot both be lent."""
+    return _device(replica) if replica.serving else replica.id
+
+
 def _kv_use(replica: Replica) -> float:
-    share = replica.report.serving_kv_used_share
-    return 0.0 if share is None else share
+    return 0.0 if replica.kv_recent is None else replica.kv_recent
 
 
 def _best_first(replica: Replica) -> tuple[bool, float, ReplicaId]:

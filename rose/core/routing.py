@@ -3,13 +3,19 @@
 The order is the paper's, per turn:
 
 1. `affinity`: the replica that holds the trajectory's prefix (its pin);
-2. `serving`: a borrowed replica, as long as it would then be loaded no more than the best dedicated one;
-3. `least_loaded`: the least loaded dedicated replica;
-4. `returned`: the replica that last interrupted the turn, once its back-off is over;
-5. else the turn waits in the queue.
+2. `group`: the replica that holds the prompt of the turn's group, unless much more loaded than the best;
+3. `serving`: a borrowed replica, as long as it would then be loaded no more than the best dedicated one;
+4. `least_loaded`: the least loaded dedicated replica;
+5. `returned`: the replica that last interrupted the turn, once its back-off is over;
+6. else the turn waits in the queue.
 
-Rule 2 with the load condition keeps both kinds busy: taken literally, "serving replicas first" would fill
-those up to the cap while dedicated ones idle.
+Rule 3 with the load condition keeps both kinds busy: taken literally, "serving replicas first" would fill
+those up to the cap while dedicated ones idle.  In rules 3 and 4 a replica on the kind of hardware that does
+not suit the turn's task counts as more loaded than it is (RollArt's hardware affinity).
+
+Before rule 1, in the tail of a step, when every trajectory left could have a dedicated replica to itself:
+`tail`, an idle dedicated replica instead of the borrowed one that the trajectory is pinned to.  Stragglers
+then end sooner than behind a gate, and serving has its devices to itself again.
 
 Load is what the scheduler itself has sent and not seen end, never scraped: the larger of turns/cap and
 tokens (prompt + most output)/KV budget.  At most `cap` turns run on a replica at a time; that bounds the
@@ -27,10 +33,13 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from rose.core.cluster_settings import RoutingSlack
 from rose.core.versions import VersionWindow
 from rose.units import JobId, ReplicaId, TrajectoryId, TurnId, WeightVersion
 
 AFFINITY = "affinity"
+GROUP = "group"
+TAIL = "tail"
 SERVING = "serving"
 LEAST_LOADED = "least_loaded"
 RETURNED = "returned"
@@ -47,6 +56,8 @@ class Condition(NamedTuple):
     gate_held: bool
     kv_budget_tokens: int
     """0 if not known."""
+    hardware: str = ""
+    """`compute` or `bandwidth`, what the device is rich in; empty if not known."""
 
 
 class Want(NamedTuple):
@@ -60,6 +71,12 @@ class Want(NamedTuple):
     avoid_strictly: bool = False
     """Its back-off is not over."""
     version_min: WeightVersion | None = None
+    group_pin: ReplicaId | None = None
+    """The replica that the turn's group ran on last."""
+    hardware: str = ""
+    """What its task wants to be rich; empty: no matter."""
+    tail: bool = False
+    """Its job's step is nearly over."""
 
 
 class Pick(NamedTuple):
@@ -95,14 +112,17 @@ _Entry = tuple[bool, float, bool, int, int, _Route]
 class Router:
     """Chooses among the replicas of one job and keeps count of what runs on each."""
 
-    def __init__(self, cap: int, window: VersionWindow) -> None:
+    def __init__(self, cap: int, window: VersionWindow, slack: RoutingSlack | None = None) -> None:
         self._cap = cap
         self._window = window
+        self._slack = slack or RoutingSlack()
         self._routes: dict[ReplicaId, _Route] = {}
-        self._heaps: dict[bool, list[_Entry]] = {True: [], False: []}
+        self._heaps: dict[tuple[bool, str], list[_Entry]] = {}
+        """Open replicas by load, per kind and hardware."""
         self._orders = 0
         self._stamps = 0
         self._open_routes = 0
+        self._open_dedicated = 0
         self._opened = False
 
     def __contains__(self, replica: ReplicaId) -> bool:
@@ -111,6 +131,11 @@ class Router:
     def has_room(self) -> bool:
         """Whether any replica takes a turn that is not choosy."""
         return self._open_routes > 0
+
+    @property
+    def open_dedicated(self) -> int:
+        """Dedicated replicas that take a turn now."""
+        return self._open_dedicated
 
     def pop_opened(self) -> bool:
         """Whether, since last asked, a replica opened or changed its version: blocked turns may fit now."""
@@ -148,7 +173,7 @@ class Router:
         route = self._routes[replica]
         assert not route.turns, f"{replica} is removed while it runs {len(route.turns)} turns"
         del self._routes[replica]
-        self._open_routes -= route.open
+        self._count(route, -route.open)
         route.stamp = -1
 
     def update(self, replica: ReplicaId, condition: Condition) -> None:
@@ -194,19 +219,33 @@ class Router:
 
     def pick(self, want: Want) -> Pick | None:
         """The replica for a turn, or None: it has to wait."""
-        pinned = self._routes.get(want.pin) if want.pin is not None and want.pin != want.avoid else None
-        if pinned is not None and not (pinned.open and self._suits(pinned, want)):
-            pinned = None
+        pinned = self._usable(want.pin, want)
         if pinned is not None and not pinned.condition.gate_held:
-            return Pick(pinned.id, AFFINITY)
+            idle = self._top(False, want) if want.tail and pinned.serving else None
+            return Pick(pinned.id, AFFINITY) if idle is None or idle.turns else Pick(idle.id, TAIL)
         best = self._best(want)
         if best is None:
             return self._back_to(want)
         if pinned is not None and best.condition.gate_held:
             return Pick(pinned.id, AFFINITY)
+        if (near := self._near(want, best)) is not None:
+            return Pick(near.id, GROUP)
         return Pick(best.id, SERVING if best.serving else LEAST_LOADED)
 
     # ---- inside ------------------------------------------------------------------------------------
+
+    def _usable(self, replica: ReplicaId | None, want: Want) -> _Route | None:
+        """The replica, if the turn may go there now."""
+        route = self._routes.get(replica) if replica is not None and replica != want.avoid else None
+        return route if route is not None and route.open and self._suits(route, want) else None
+
+    def _near(self, want: Want, best: _Route) -> _Route | None:
+        """The replica of the turn's group, if the turn should stay with it."""
+        route = self._usable(want.group_pin, want)
+        if route is None or route.condition.gate_held:
+            return None
+        most = self._load(best, 1, want.tokens) + self._slack.group
+        return route if self._load(route, 1, want.tokens) <= most else None
 
     def _suits(self, route: _Route, want: Want) -> bool:
         return want.version_min is None or route.condition.weight_version >= want.version_min
@@ -223,14 +262,15 @@ class Router:
         serving, dedicated = self._top(True, want), self._top(False, want)
         if serving is None or dedicated is None:
             return serving or dedicated
-        return (
-            serving if self._rank(serving, want.tokens) <= self._rank(dedicated, want.tokens) else dedicated
-        )
+        return serving if self._rank(serving, want) <= self._rank(dedicated, want) else dedicated
 
-    def _rank(self, route: _Route, more_tokens: int) -> tuple[bool, float, bool]:
-        """How little a replica invites a turn of that weight."""
+    def _rank(self, route: _Route, want: Want) -> tuple[bool, float, bool]:
+        """How little a replica invites the turn."""
         condition = route.condition
-        return (condition.gate_held, self._load(route, 1, more_tokens), not condition.gate_open)
+        load = self._load(route, 1, want.tokens)
+        if want.hardware and condition.hardware and want.hardware != condition.hardware:
+            load += self._slack.hardware
+        return (condition.gate_held, load, not condition.gate_open)
 
     def _load(self, route: _Route, more_turns: int = 0, more_tokens: int = 0) -> float:
         turns = (len(route.turns) + more_turns) / self._cap
@@ -238,8 +278,16 @@ class Router:
         return max(turns, (route.tokens + more_tokens) / budget) if budget > 0 else turns
 
     def _top(self, serving: bool, want: Want) -> _Route | None:
-        """The least loaded open replica of a kind that the turn may use."""
-        heap = self._heaps[serving]
+        """The open replica of a kind that invites the turn most."""
+        tops = [
+            top
+            for kind, hardware in self._heaps
+            if kind is serving and (top := self._top_of(self._heaps[kind, hardware], want)) is not None
+        ]
+        return min(tops, key=lambda top: self._rank(top, want)) if len(tops) > 1 else next(iter(tops), None)
+
+    def _top_of(self, heap: list[_Entry], want: Want) -> _Route | None:
+        """The least loaded one of a heap that the turn may use."""
         aside: list[_Entry] = []
         found = None
         while heap:
@@ -266,21 +314,35 @@ class Router:
             and len(route.turns) < self._cap
             and self._window.admits(condition.weight_version)
         )
-        self._open_routes += route.open - was_open
+        self._count(route, route.open - was_open)
         self._opened |= route.open and not was_open
         self._stamps += 1
         route.stamp = self._stamps
         if route.open:
-            heap = self._heaps[route.serving]
+            heap = self._heaps.setdefault((route.serving, condition.hardware), [])
             if len(heap) > 2 * len(self._routes) + _HEAP_SLACK:
                 heap[:] = [entry for entry in heap if entry[-2] == entry[-1].stamp]
                 heapq.heapify(heap)
             heapq.heappush(heap, self._entry(route))
 
+    def _count(self, route: _Route, change: int) -> None:
+        self._open_routes += change
+        if not route.serving:
+            self._open_dedicated += change
+
     def _entry(self, route: _Route) -> _Entry:
         condition = route.condition
         load = self._load(route)
         return (condition.gate_held, load, not condition.gate_open, route.order, route.stamp, route)
+
+
+@dataclass(slots=True)
+class _Pin:
+    """Where a prefix is."""
+
+    replica: ReplicaId
+    used_ns: int
+    tokens: int
 
 
 class Pins:
@@ -289,7 +351,7 @@ class Pins:
     def __init__(self, pins_max: int, ttl_ns: int) -> None:
         self._pins_max = pins_max
         self._ttl_ns = ttl_ns
-        self._pins: OrderedDict[tuple[JobId, TrajectoryId], tuple[ReplicaId, int]] = OrderedDict()
+        self._pins: OrderedDict[tuple[JobId, TrajectoryId], _Pin] = OrderedDict()
         self._on: dict[ReplicaId, dict[tuple[JobId, TrajectoryId], None]] = {}
 
     def __len__(self) -> int:
@@ -297,22 +359,33 @@ class Pins:
 
     def next_deadline_ns(self) -> int | None:
         """When the oldest pin expires."""
-        for _, used_ns in self._pins.values():
-            return used_ns + self._ttl_ns
+        for pin in self._pins.values():
+            return pin.used_ns + self._ttl_ns
         return None
 
     def get(self, job: JobId, trajectory: TrajectoryId) -> ReplicaId | None:
         """The replica that the trajectory last ran on."""
         pin = self._pins.get((job, trajectory))
-        return None if pin is None else pin[0]
+        return None if pin is None else pin.replica
+
+    def tokens(self, job: JobId, trajectory: TrajectoryId) -> int:
+        """How long the prefix is that its replica holds; 0 if there is none, or it is not known."""
+        pin = self._pins.get((job, trajectory))
+        return 0 if pin is None else pin.tokens
+
+    def grew(self, job: JobId, trajectory: TrajectoryId, tokens: int) -> None:
+        """A turn of the trajectory finished: its prefix is that long now."""
+        if (pin := self._pins.get((job, trajectory))) is not None:
+            pin.tokens = tokens
 
     def put(
         self, job: JobId, trajectory: TrajectoryId, replica: ReplicaId, now_ns: int
     ) -> list[TrajectoryId]:
         """The trajectory runs on `replica` now; answers the trajectories forgotten for it."""
         key = (job, trajectory)
+        tokens = self.tokens(*key) if self.get(*key) == replica else 0
         self._forget(key)
-        self._pins[key] = (replica, now_ns)
+        self._pins[key] = _Pin(replica, now_ns, tokens)
         self._on.setdefault(replica, {})[key] = None
         if len(self._pins) <= self._pins_max:
             return []
@@ -336,8 +409,8 @@ class Pins:
     def _forget(self, key: tuple[JobId, TrajectoryId]) -> TrajectoryId:
         pin = self._pins.pop(key, None)
         if pin is not None:
-            held = self._on[pin[0]]
+            held = self._on[pin.replica]
             del held[key]
             if not held:
-                del self._on[pin[0]]
+                del self._on[pin.replica]
         return key[1]

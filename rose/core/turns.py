@@ -23,6 +23,9 @@ class Turn:
     version_min: WeightVersion | None
     resumes: bool
     """Its trajectory has run before, or it has itself: such turns go first."""
+    group: str = ""
+    task: str = ""
+    prompt_tokens: int = 0
     replica: ReplicaId | None = None
     attempt: int = 0
     tokens: int = 0

@@ -562,3 +562,72 @@ def test_a_day_replays_bit_for_bit() -> None:
         return effects + cluster.register("s2") + cluster.live(until_s=5)
 
     assert msgspec.json.encode(day()) == msgspec.json.encode(day())
+
+
+# ---- sharing between jobs, switch cost, groups, tasks, the tail --------------------------------------------
+
+
+def test_a_second_job_gets_its_share_and_turns_move() -> None:
+    cluster = Scheduler(lease_min_ns=10 * S)
+    cluster.reports["more"] = _report("more", "opportunistic")
+    cluster.register()
+    cluster.submit(0, 2)
+    cluster.turn("a"), cluster.turn("b")
+    cluster.do(ev.JobSubmitted(JobId("other"), "m", 0, 2))
+    assert not of(cluster.live(9), RevokeLease)
+    effects = cluster.live(12)
+    (revoked,) = of(effects, RevokeLease)
+    assert revoked.reason == "fair_share"
+    assert [grant.job for grant in of(effects, GrantLease)] == ["other"]
+    assert len(sent(effects)) == 1  # its turn goes on where the job still has a replica
+
+
+def test_a_replica_that_comes_too_late_in_a_step_is_borrowed_after_it() -> None:
+    cluster = Scheduler(switch_cost_ns=10 * S)
+    cluster.reports["opp"] = msgspec.structs.replace(cluster.reports["opp"], serving_kv_used_share=None)
+    cluster.register()
+    cluster.submit()
+    cluster.step(0, 0)
+    cluster.live(60)
+    cluster.do(ev.JobStepEnded(J, 0))
+    cluster.step(1, 0)
+    cluster.live(105)  # 15 s are left of the 60 s that a step takes, too few for 2 x 10 s
+    assert not of(cluster.beat(opp={"serving_kv_used_share": 0.1}), GrantLease)
+    (grant,) = of(cluster.do(ev.JobStepEnded(J, 1)), GrantLease)
+    assert grant.replica == "opp"
+
+
+def test_a_group_s_turns_run_together(cluster: Scheduler) -> None:
+    cluster.submit(1, 1, trajectories_per_replica_max=16)
+    told = [sent(cluster.turn(f"t{turn}", group="g"))[0][1] for turn in range(4)]
+    assert told == ["opp"] * 4
+    assert sent(cluster.turn("x", group="h"))[0][1] == "ded"
+
+
+def test_a_task_s_measured_mix_decides_its_hardware() -> None:
+    cluster = Scheduler()
+    cluster.reports = {
+        name: msgspec.structs.replace(_report(name, "dedicated"), hardware=hardware)
+        for name, hardware in (("fast", "compute"), ("wide", "bandwidth"))
+    }
+    cluster.register()
+    cluster.submit(2, 0)
+    for turn in range(16):
+        ((_, replica, _, _),) = sent(cluster.turn(f"t{turn}", task="read"))
+        cluster.finish(f"t{turn}", replica, tokens=1)
+    assert {sent(cluster.turn(f"r{turn}", task="read"))[0][1] for turn in range(3)} == {"fast"}
+
+
+def test_the_last_trajectories_of_a_step_leave_borrowed_replicas(cluster: Scheduler) -> None:
+    cluster.step(0, 0)
+    assert sent(cluster.turn("a", "long")) == [("a", "opp", 1, "serving")]
+    cluster.finish("a", "opp")
+    assert sent(cluster.turn("b", "long")) == [("b", "ded", 1, "tail")]
+    cluster.finish("b", "ded")
+    assert sent(cluster.turn("c", "long")) == [("c", "ded", 1, "affinity")]
+
+
+def test_outside_a_step_there_is_no_tail(cluster: Scheduler) -> None:
+    cluster.turn("a", "long")
+    cluster.finish("a", "opp")
+    assert sent(cluster.turn("b", "long")) == [("b", "opp", 1, "affinity")]

@@ -73,6 +73,8 @@ def test_the_templates_replica_loads_once_uncommented() -> None:
         ({"scheduler": {"control": "tcp://127.0.0.1:99999"}}, "scheduler.control"),
         ({"scheduler": {"gateway_host": "0.0.0.0"}}, "scheduler.gateway_host"),
         ({"scheduler": {"gateway_port": 70000}}, "scheduler.gateway_port"),
+        ({"scheduler": {"borrow_kv_share_max": 1.1}}, "scheduler.borrow_kv_share_max"),
+        ({"scheduler": {"lease_min_s": -1}}, "scheduler.lease_min_s"),
         ({"scheduler": {"stall_timeout_ms": 500}}, "scheduler.stall_timeout_ms"),
         ({"relay": {"host": "0.0.0.0"}}, "relay.host"),
         ({"relay": {"url": "127.0.0.1:7702"}}, "relay.url"),

@@ -9,22 +9,25 @@ import pytest
 
 from rose.core.events import JobSubmitted, ReplicaReport
 from rose.core.membership import Replica
-from rose.core.placement import Placement, Plan
+from rose.core.placement import Around, Placement, Plan
 from rose.core.readings import NEVER
 from rose.units import NS_PER_S, JobId, NodeId, ReplicaId, WeightVersion
 
 S = NS_PER_S
 GRACE = 30 * S
+LEASE_MIN = 60 * S
 
 
 class World:
     """Replicas and jobs to plan for."""
 
     def __init__(self) -> None:
-        self.placement = Placement(GRACE)
+        self.placement = Placement(GRACE, LEASE_MIN, 0.8)
         self.replicas: dict[ReplicaId, Replica] = {}
         self.jobs: dict[JobId, JobSubmitted] = {}
         self.busy: set[str] = set()
+        self.sated: set[str] = set()
+        """Jobs that would not gain by another borrowed replica."""
 
     def serving(self, name: str, kv: float | None, device: str = "", node: str = "", **changes: Any) -> None:
         self._add(
@@ -37,6 +40,7 @@ class World:
     def _add(self, name: str, node: str, kind: str, **changes: Any) -> None:
         report = ReplicaReport(ReplicaId(name), kind, "ready", "http://h", "m", WeightVersion(0))
         replica = Replica(ReplicaId(name), NodeId(node), msgspec.structs.replace(report, **changes), 0, 0)
+        replica.observe(replica.report, 0, 10 * S)
         self.replicas[replica.id] = replica
 
     def job(self, name: str, n_rl: int, n_serving_max: int, model: str = "m") -> None:
@@ -47,7 +51,10 @@ class World:
         replica.observe(msgspec.structs.replace(replica.report, **changes), now_s * S, 10 * S)
 
     def plan(self, now_s: int = 0) -> Plan:
-        return self.placement.plan(self.jobs, self.replicas, lambda name: int(name in self.busy), now_s * S)
+        around = Around(
+            self.replicas, lambda name: int(name in self.busy), lambda job: job not in self.sated, now_s * S
+        )
+        return self.placement.plan(self.jobs, around)
 
     def held(self, job: str = "j") -> list[str]:
         return [str(replica) for replica in self.placement.held_by(JobId(job))]
@@ -70,7 +77,7 @@ def test_a_device_of_unknown_use_is_not_borrowed(world: World) -> None:
     world.serving("a", None)
     world.job("j", 0, 1)
     assert not world.plan().granted
-    world.report("a", serving_kv_used_share=0.99)
+    world.report("a", serving_kv_used_share=0.79)
     world.plan()
     assert world.held() == ["a"]
     # A lease that works does not end because a reading went missing; the gate guards serving.
@@ -133,8 +140,8 @@ def test_leases_are_sticky_and_ids_are_never_used_twice(world: World) -> None:
     world.serving("b", 0.5)
     world.job("j", 0, 1)
     (first,) = world.plan().granted
-    world.report("a", serving_kv_used_share=0.9)
-    assert world.plan() == Plan()
+    world.report("a", 60, serving_kv_used_share=0.9)
+    assert world.plan(60) == Plan()
     world.placement.release(first.replica)
     (second,) = world.plan().granted
     assert second.replica == "b"
@@ -150,7 +157,7 @@ def test_jobs_are_served_in_order_of_submission(world: World) -> None:
 
 
 def test_a_shrinking_job_gives_back_the_unfit_and_the_busiest(world: World) -> None:
-    for name, kv in (("a", 0.1), ("b", 0.8), ("c", 0.3)):
+    for name, kv in (("a", 0.1), ("b", 0.7), ("c", 0.3)):
         world.serving(name, kv)
     world.job("j", 0, 3)
     world.plan()
@@ -191,3 +198,121 @@ def test_an_unfit_replica_keeps_its_lease_while_nothing_can_replace_it(world: Wo
     world.report("a", now_s=101, state="ready")
     assert world.plan(now_s=101) == Plan()
     assert world.placement.next_deadline_ns() == NEVER
+
+
+# ---- hysteresis ------------------------------------------------------------------------------------------
+
+
+def test_a_busy_device_is_not_borrowed_but_a_lent_one_is_kept(world: World) -> None:
+    world.serving("a", 0.1)
+    world.serving("b", 0.85)
+    world.job("j", 0, 2)
+    world.plan()
+    assert world.held() == ["a"]
+    world.report("a", 600, serving_kv_used_share=0.95)
+    assert world.plan(600) == Plan()
+    assert world.held() == ["a"]
+
+
+def test_recent_use_counts_and_not_the_moment(world: World) -> None:
+    """One idle heartbeat of a busy device, or one busy one of an idle device, says little."""
+    for name, kv in (("busy", 0.79), ("idle", 0.1)):
+        world.serving(name, kv)
+    world.report("busy", 1, serving_kv_used_share=0.0)
+    world.report("idle", 1, serving_kv_used_share=0.7)
+    world.job("j", 0, 1)
+    world.plan(1)
+    assert world.held() == ["idle"]
+
+
+def test_unknown_use_ends_what_was_known(world: World) -> None:
+    world.serving("a", 0.1)
+    world.report("a", 1, serving_kv_used_share=None)
+    world.job("j", 0, 1)
+    assert not world.plan(1).granted
+
+
+# ---- fairness and the switch-cost gate ------------------------------------------------------------------
+
+
+def shared_out(world: World, borrowed: int) -> None:
+    for number in range(borrowed):
+        world.serving(f"s{number}", 0.1)
+    world.job("first", 0, borrowed)
+    world.plan()
+    assert len(world.held("first")) == borrowed
+
+
+def test_a_second_job_gets_its_share_once_the_least_lend_time_is_over(world: World) -> None:
+    shared_out(world, 4)
+    world.job("second", 0, 4)
+    assert world.plan(10) == Plan()
+    assert world.placement.next_deadline_ns() == LEASE_MIN
+    world.busy = {"s0", "s1"}
+    plan = world.plan(60)
+    assert {(lease.replica, reason) for lease, reason in plan.revoked} == {
+        ("s2", "fair_share"),
+        ("s3", "fair_share"),
+    }
+    assert world.held("second") == ["s2", "s3"]
+    assert world.plan(600) == Plan()
+
+
+def test_a_job_that_wants_less_leaves_the_rest(world: World) -> None:
+    shared_out(world, 4)
+    world.job("second", 0, 1)
+    world.plan(60)
+    assert (len(world.held("first")), len(world.held("second"))) == (3, 1)
+
+
+def test_free_replicas_go_before_those_of_others(world: World) -> None:
+    shared_out(world, 2)
+    world.serving("s9", 0.5)
+    world.serving("s8", 0.5)
+    world.job("second", 0, 2)
+    assert not world.plan(600).revoked
+    assert sorted(world.held("second")) == ["s8", "s9"]
+
+
+def test_jobs_of_other_models_are_no_rivals(world: World) -> None:
+    shared_out(world, 2)
+    world.job("second", 0, 2, model="other")
+    assert world.plan(600) == Plan()
+
+
+def test_dedicated_replicas_are_shared_too(world: World) -> None:
+    for number in range(4):
+        world.dedicated(f"d{number}")
+    world.job("first", 4, 0)
+    world.plan()
+    world.job("second", 4, 0)
+    world.plan(60)
+    assert (len(world.held("first")), len(world.held("second"))) == (2, 2)
+
+
+def test_nothing_is_taken_for_a_job_that_would_not_gain(world: World) -> None:
+    shared_out(world, 4)
+    world.job("second", 0, 4)
+    world.sated = {"second"}
+    assert world.plan(600) == Plan()
+    world.sated = set()
+    assert len(world.plan(600).granted) == 2
+
+
+def test_nothing_is_borrowed_that_does_not_pay(world: World) -> None:
+    world.serving("s0", 0.1)
+    world.dedicated("d0")
+    world.job("j", 1, 1)
+    world.sated = {"j"}
+    world.plan()
+    assert world.held() == ["d0"]
+
+
+def test_two_replicas_on_one_device_are_one_in_the_supply(world: World) -> None:
+    for name in ("s0", "s1"):
+        world.serving(name, 0.1, device="gpu-0", node="n")
+    world.job("first", 0, 2)
+    world.job("second", 0, 2)
+    world.plan()
+    world.plan(600)
+    assert (len(world.held("first")), len(world.held("second"))) == (1, 0)

@@ -218,3 +218,100 @@ def test_pins_go_with_their_replica_and_their_job() -> None:
     assert pins.drop_replica(OPP) == []
     assert pins.drop_job(JobId("k")) == ["a"]
     assert pins_of(pins, "a", "b") == [None, DED]
+
+
+# ---- groups, hardware, the tail of a step --------------------------------------------
+
+
+def test_a_group_stays_together_until_its_replica_is_much_more_loaded() -> None:
+    router = make(a=False, b=False)
+    sent = Counter(send(router, f"t{turn}", group_pin=ReplicaId("a")) for turn in range(16))
+    # 0.25 of the cap of 16: a turn joins its group while that has up to 4 turns more than the best.
+    assert sent["a:group"] + sent.get("a:least_loaded", 0) == 10
+    assert sent["b:least_loaded"] == 6
+
+
+def test_many_turns_of_one_group_are_still_spread() -> None:
+    """Case 23 of the public faults: 480 requests of one prefix over 8 replicas, max/mean at most 2."""
+    router = make(cap=64, **{f"r{number}": False for number in range(8)})
+    last: str | None = None
+    sent: Counter[str] = Counter()
+    for turn in range(480):
+        told = send(router, f"t{turn}", group_pin=None if last is None else ReplicaId(last))
+        assert told is not None
+        last = told.partition(":")[0]
+        sent[last] += 1
+    assert max(sent.values()) <= 2 * 480 / 8
+
+
+def test_a_group_does_not_wait_for_its_replica(pair: Router) -> None:
+    pair.update(DED, READY._replace(takes_turns=False))
+    assert pair.pick(Want(10, group_pin=DED)) == Pick(OPP, "serving")
+    assert pair.pick(Want(10, group_pin=ReplicaId("gone"))) == Pick(OPP, "serving")
+    assert pair.pick(Want(10, group_pin=OPP, avoid=OPP, avoid_strictly=True)) is None
+
+
+def test_a_trajectory_s_own_prefix_goes_before_its_group(pair: Router) -> None:
+    assert pair.pick(Want(10, pin=DED, group_pin=OPP)) == Pick(DED, "affinity")
+
+
+def hardware_pair() -> Router:
+    router = make(fast=False, wide=False)
+    router.update(ReplicaId("fast"), READY._replace(hardware="compute"))
+    router.update(ReplicaId("wide"), READY._replace(hardware="bandwidth"))
+    return router
+
+
+@pytest.mark.parametrize(("wanted", "first"), [("compute", "fast"), ("bandwidth", "wide")])
+def test_a_task_goes_to_the_hardware_that_suits_it(wanted: str, first: str) -> None:
+    router = hardware_pair()
+    sent = [send(router, f"t{turn}", hardware=wanted) for turn in range(4)]
+    assert sent == [f"{first}:least_loaded"] * 4
+
+
+def test_hardware_affinity_does_not_leave_the_other_kind_idle() -> None:
+    router = hardware_pair()
+    sent = Counter(send(router, f"t{turn}", hardware="compute") for turn in range(16))
+    assert sent["wide:least_loaded"] >= 4
+
+
+def test_unknown_hardware_is_nobody_s_preference() -> None:
+    router = make(a=False, b=False)
+    router.update(ReplicaId("b"), READY._replace(hardware="bandwidth"))
+    assert Counter(send(router, f"t{turn}", hardware="") for turn in range(8)) == {
+        "a:least_loaded": 4, "b:least_loaded": 4,
+    }  # fmt: skip
+
+
+def test_in_the_tail_stragglers_leave_borrowed_replicas_for_idle_dedicated_ones(pair: Router) -> None:
+    assert pair.pick(Want(10, pin=OPP)) == Pick(OPP, "affinity")
+    assert send(pair, "t0", pin=OPP, tail=True) == "ded:tail"
+    assert pair.pick(Want(10, pin=OPP, tail=True)) == Pick(OPP, "affinity")  # it is not idle any more
+    assert pair.pick(Want(10, pin=DED, tail=True)) == Pick(DED, "affinity")
+
+
+def test_open_dedicated_replicas_are_counted_through_all_changes() -> None:
+    router = make(cap=1, opp=True, ded=False, more=False)
+    assert router.open_dedicated == 2
+    send(router, "t0", pin=DED)
+    assert router.open_dedicated == 1
+    router.suspend(ReplicaId("more"), True)
+    assert router.open_dedicated == 0
+    router.end(DED, TurnId("t0"))
+    router.suspend(ReplicaId("more"), False)
+    router.remove(DED)
+    router.remove(OPP)
+    assert router.open_dedicated == 1
+
+
+def test_a_pin_knows_how_long_its_prefix_is() -> None:
+    pins = Pins(2, 100)
+    job, trajectory = JobId("j"), TrajectoryId("t")
+    pins.grew(job, trajectory, 10)
+    assert pins.tokens(job, trajectory) == 0
+    pins.put(job, trajectory, OPP, 0)
+    pins.grew(job, trajectory, 10)
+    pins.put(job, trajectory, OPP, 1)
+    assert pins.tokens(job, trajectory) == 10
+    pins.put(job, trajectory, DED, 2)
+    assert pins.tokens(job, trajectory) == 0

@@ -62,6 +62,7 @@ def _replica(config: Config, section: ReplicaConfig) -> ReplicaSettings:
         context_tokens_max=section.context_tokens_max,
         block_bytes=kv_block_bytes(Path(section.model), section.block_tokens),
         device=config.device.id if section.kind == "opportunistic" else "",
+        hardware=config.device.rich_in,
     )
 
 

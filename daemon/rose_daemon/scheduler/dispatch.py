@@ -65,7 +65,7 @@ class Dispatcher:
 
     # ---- from clients ------------------------------------------------------------------------------
 
-    def arrive(self, turn: Turn, group: str) -> None:
+    def arrive(self, turn: Turn, group: str, task: str) -> None:
         """A client brought a turn; its outcome will be on it."""
         self.book.open(turn)
         if self._closing:
@@ -79,6 +79,7 @@ class Dispatcher:
                 prompt_tokens=turn.request.prompt_tokens,
                 tokens_max=turn.request.tokens_max or 0,
                 group=group,
+                task=task,
             )
         )
 

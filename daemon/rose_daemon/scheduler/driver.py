@@ -44,6 +44,8 @@ def settings_of(config: SchedulerConfig) -> ClusterSettings:
         dead_after_ns=ms_to_ns(config.dead_after_ms),
         turn_stall_ns=s_to_ns(config.turn_stall_timeout_s),
         queue_max=config.queue_max,
+        lease_min_ns=s_to_ns(config.lease_min_s),
+        borrow_kv_share_max=config.borrow_kv_share_max,
     )
 
 

@@ -95,7 +95,7 @@ class Gateway:
             request=request,
             now_s=time.monotonic(),
         )
-        self._dispatcher.arrive(turn, _name(http, "x-rose-group") or "")
+        self._dispatcher.arrive(turn, _name(http, "x-rose-group") or "", _name(http, "x-rose-task") or "")
         return turn
 
     async def _replay(self, http: web.Request, request: Request, answer: Answer) -> web.StreamResponse:
