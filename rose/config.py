@@ -59,6 +59,8 @@ class NodeConfig(_Section, frozen=True):
     """Longest wait before a dead engine is started again."""
     weights_timeout_s: float = 120
     """Deadline of one pull of a weight version, and of one update of an engine."""
+    weights_threads: int = 2
+    """Threads that decode versions."""
     weights_undo_max: int = 4
     """Weight versions that can be taken back without a download; 0 keeps no copy of the checkpoint."""
     metrics_port: int = 0

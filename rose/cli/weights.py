@@ -103,14 +103,17 @@ def show(
             "fingerprint": manifest.fingerprint,
             "buckets": len(manifest.buckets),
             "delta_bytes": manifest.delta_bytes,
+            "dense_bytes": manifest.dense_bytes,
             "bytes_per_changed": manifest.delta_bytes / max(1, manifest.changed),
         }
         _print_json("show", job=job, version=version, **facts, kinds=_plain(kinds))
         return
     base = "an anchor" if manifest.base_version is None else f"a delta on version {manifest.base_version}"
     per_changed = manifest.delta_bytes / max(1, manifest.changed)
+    ratio = manifest.dense_bytes / max(1, manifest.delta_bytes)
     print(
-        f"version {version} of {job}: {base}, {_mib(manifest.delta_bytes)} MiB, {per_changed:.2f} B/changed"
+        f"version {version} of {job}: {base}, {_mib(manifest.delta_bytes)} MiB (1/{ratio:.0f} of dense), "
+        f"{per_changed:.2f} B/changed"
     )
     _print_changes(kinds)
 
@@ -168,10 +171,12 @@ def squash(
     """Make one version of those staged on this host that lead from FROM to VERSION."""
     from rose.weights import container  # noqa: PLC0415
     from rose.weights import squash as squashing  # noqa: PLC0415
+    from rose.weights.decoding import patches_path  # noqa: PLC0415
     from rose.weights.store import WeightStore  # noqa: PLC0415
 
     store = WeightStore(Path(configuration.load(config).node.state_dir))
-    chain = store.chain(JobId(job), WeightVersion(start), WeightVersion(version))
+    versions = store.chain(JobId(job), WeightVersion(start), WeightVersion(version))
+    chain = [patches_path(path) for path in versions]
     before = sum(container.read_manifest(each).delta_bytes for each in chain)
     encoded = squashing.squash(chain)
     if out.exists():
@@ -338,9 +343,16 @@ def _print_changes(kinds: Sequence[Change]) -> None:
 
     rows = (*kinds, inspection.total(kinds))
     _print_table(
-        ("kind", "parameters", "elements", "changed", "share"),
+        ("kind", "parameters", "elements", "changed", "share", "B/changed"),
         (
-            (each.kind, str(each.parameters), str(each.elements), str(each.changed), _share(each.density))
+            (
+                each.kind,
+                str(each.parameters),
+                str(each.elements),
+                str(each.changed),
+                _share(each.density),
+                "-" if each.bytes_per_changed is None else f"{each.bytes_per_changed:.2f}",
+            )
             for each in rows
         ),
     )

@@ -19,9 +19,10 @@ import torch
 
 from rose.errors import CorruptDelta, RoseError, WrongBase
 from rose.weights.bits import Words, as_bits
-from rose.weights.container import Patch, read_manifest, read_patches
+from rose.weights.container import read_manifest, read_patches
 from rose.weights.digests import digest, fingerprint
 from rose.weights.manifest import Manifest, Parameter, tied_names
+from rose.weights.patches import Patch
 
 _WORD_TYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

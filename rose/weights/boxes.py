@@ -66,6 +66,23 @@ def subtract(box: Box, hole: Box) -> list[Box]:
     return rest
 
 
+def cut(box: Box, elements_max: int) -> list[Box]:
+    """The box in pieces of at most `elements_max` elements, in order of their positions.
+
+    Cuts the first dimension that can be cut, so pieces of a whole parameter are runs of it.
+    """
+    if size_of(box) <= elements_max:
+        return [box]
+    dimension = next(at for at, (first, last) in enumerate(box) if last - first > 1)
+    first, last = box[dimension]
+    step = max(1, elements_max * (last - first) // size_of(box))
+    pieces = (
+        (*box[:dimension], (at, min(at + step, last)), *box[dimension + 1 :])
+        for at in range(first, last, step)
+    )
+    return [part for piece in pieces for part in cut(piece, elements_max)]
+
+
 def runs(shape: Shape, box: Box) -> tuple[Positions, int]:
     """A box as runs of consecutive flat positions: where they begin, in order, and the length of each."""
     if not size_of(box):
@@ -112,6 +129,21 @@ def localise(
     shifted = tuple(axis[inside] - first for axis, (first, _) in zip(coordinates, box, strict=True))
     flat = np.ravel_multi_index(shifted, local) if inside.any() else np.empty(0, np.int64)
     return np.asarray(flat, np.int64), values[inside]
+
+
+def globalise(shape: Shape, box: Box, positions: Positions) -> Positions:
+    """Flat positions in a box's local tensor as flat positions in the parameter; order is kept."""
+    starts, length = runs(shape, box)
+    if starts.size <= 1:
+        return positions + (starts[0] if starts.size else 0)
+    row, column = np.divmod(positions, length)
+    return np.asarray(starts[row] + column, np.int64)
+
+
+def put(words: npt.NDArray[Any], shape: Shape, box: Box, values: npt.NDArray[Any]) -> None:
+    """Write a local tensor's elements where the box lies in a flat parameter."""
+    selection: Sequence[slice] = [slice(first, last) for first, last in box]
+    words.reshape(shape)[tuple(selection)] = values.reshape(shape_of(box))
 
 
 def take(words: npt.NDArray[Any], shape: Shape, box: Box) -> npt.NDArray[Any]:

@@ -10,9 +10,10 @@ from pathlib import Path
 import numpy as np
 
 from rose.errors import CorruptDelta, NotFound
-from rose.weights import container, tensorfile
+from rose.weights import container, files, tensorfile
 from rose.weights.bits import Bits
 from rose.weights.digests import digest_state
+from rose.weights.patches import apply_to_state, check_base, check_target
 from rose.weights.tensorfile import TensorFile
 
 
@@ -63,11 +64,11 @@ def materialise(checkpoint_dir: Path, version_dirs: Sequence[Path], out_dir: Pat
     digests = digest_state(state)
     for directory in version_dirs:
         manifest = container.read_manifest(directory)
-        container.check_base(manifest, digests)
-        patches = [patch for patch in container.read_patches(directory) if patch.name in state]
-        state = container.apply_to_state(state, patches)
+        check_base(manifest, digests)
+        patches = [patch for patch in container.read_patches(directory, state) if patch.name in state]
+        state = apply_to_state(state, patches)
         digests |= digest_state({patch.name: state[patch.name] for patch in patches})
-        container.check_target(manifest, digests)
+        check_target(manifest, digests)
     if out_dir.exists():
         raise FileExistsError(f"{out_dir} is there already")
     draft = out_dir.with_name(f".{out_dir.name}.partial")
@@ -75,11 +76,11 @@ def materialise(checkpoint_dir: Path, version_dirs: Sequence[Path], out_dir: Pat
     draft.mkdir(parents=True)
     for name, file in checkpoint.files.items():
         tensors = {parameter: state[parameter] for parameter in file.tensors}
-        container.write_durably(draft / name, tensorfile.encode(tensors, file.metadata))
+        files.write_durably(draft / name, tensorfile.encode(tensors, file.metadata))
     for entry in checkpoint_dir.iterdir():
         if entry.is_file() and entry.suffix != ".safetensors":
             shutil.copy2(entry, draft / entry.name)
-    container.sync_directory(draft)
+    files.sync_directory(draft)
     draft.rename(out_dir)
     return digests
 

@@ -24,13 +24,13 @@ import numpy as np
 
 from rose.errors import CorruptDelta, NotFound, NotReady, WrongBase
 from rose.units import MIB, JobId, WeightVersion
-from rose.weights import container, tensorfile
-from rose.weights import manifest as manifests
+from rose.weights import container, encoding, files, tensorfile
 from rose.weights.bits import Bits, State
 from rose.weights.checkpoint import open_checkpoint
-from rose.weights.container import Patch
+from rose.weights.decoding import manifest_digest
 from rose.weights.digests import DIGEST_PATTERN, digest, digest_state
 from rose.weights.manifest import Digest, Manifest
+from rose.weights.patches import Patch, apply_patch, check_base, check_target, write_patch
 from rose.weights.store import version_name
 
 _RECORD_BYTES_MAX = 64 * MIB
@@ -184,9 +184,9 @@ class HostCopy:
         manifest = container.read_manifest(version_dir)
         if manifest.undo or manifest.job != self._record.job:
             raise WrongBase(f"{version_dir}: not a version of {self._record.job}")
-        container.check_base(manifest, self._record.digests)
+        check_base(manifest, self._record.digests)
         patches = [patch for patch in container.read_patches(version_dir) if patch.name in self._state]
-        undo = container.encode_undo(manifest, self.version, self._state, patches, self._record.digests)
+        undo = encoding.encode_undo(manifest, self.version, self._state, patches, self._record.digests)
         self._prove(manifest, patches)
         earlier = (*self._record.earlier, (self.version, self.origin))[-self._undo_max :]
         path = self._write_undo(undo)
@@ -213,7 +213,7 @@ class HostCopy:
         version, origin = self._record.earlier[-1]
         if manifest.version != version:
             raise CorruptDelta(f"{path}: leads to version {manifest.version}, not {version}")
-        container.check_base(manifest, self._record.digests)
+        check_base(manifest, self._record.digests)
         patches = container.read_patches(path)
         self._prove(manifest, patches)
         self._move(path, patches, self._taken_back(manifest, version, origin))
@@ -230,14 +230,14 @@ class HostCopy:
                 raise CorruptDelta(
                     f"{patch.name}: the copy does not hold the bytes of version {self.version}"
                 )
-            if digest(container.apply_patch(bits, patch).words) != parameter.target_digest:
+            if digest(apply_patch(bits, patch).words) != parameter.target_digest:
                 raise CorruptDelta(f"{patch.name}: the patch does not give the promised bytes")
 
     def _write_undo(self, undo: container.EncodedVersion) -> Path:
         path = self.directory / "undo" / _undo_name(undo.manifest)
         shutil.rmtree(path, ignore_errors=True)
         container.write_version(path, undo)
-        container.sync_directory(path.parent)
+        files.sync_directory(path.parent)
         return path
 
     def _move(self, undo: Path, patches: Iterable[Patch], arrived: _Record) -> None:
@@ -248,8 +248,7 @@ class HostCopy:
 
     def _write(self, patches: Iterable[Patch]) -> None:
         for patch in patches:
-            words = self._state[patch.name].words
-            words[slice(None) if patch.indices is None else patch.indices] = patch.values
+            write_patch(self._state[patch.name], patch)
         for mapped in self._maps:
             mapped.flush()
 
@@ -262,7 +261,7 @@ class HostCopy:
         origin = dict((*self._record.earlier, (self.version, self.origin))).get(manifest.version)
         arrived = self._taken_back(manifest, manifest.version, origin)
         self._write(container.read_patches(path))
-        container.check_target(manifest, digest_state(self._state))
+        check_target(manifest, digest_state(self._state))
         self._save(arrived)
 
     def _taken_back(self, manifest: Manifest, version: WeightVersion, origin: str | None) -> _Record:
@@ -306,11 +305,6 @@ def audit(directory: Path, job: JobId) -> WeightVersion:
     return record.version
 
 
-def manifest_digest(manifest: Manifest) -> str:
-    """Tells two versions of the same number apart, such as those of two runs of a job."""
-    return digest(manifests.encode(manifest))
-
-
 def _undo_name(manifest: Manifest) -> str:
     assert manifest.base_version is not None
     return version_name(manifest.base_version)
@@ -328,7 +322,7 @@ def _lock(directory: Path) -> int:
 
 
 def _read_record(directory: Path) -> _Record:
-    data = container.read_file(directory / "record.json", _RECORD_BYTES_MAX).tobytes()
+    data = files.read_file(directory / "record.json", _RECORD_BYTES_MAX).tobytes()
     try:
         return msgspec.json.decode(data, type=_Record)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -337,9 +331,9 @@ def _read_record(directory: Path) -> _Record:
 
 def _write_record(directory: Path, record: _Record) -> None:
     draft = directory / ".record.json.partial"
-    container.write_durably(draft, msgspec.json.encode(record))
+    files.write_durably(draft, msgspec.json.encode(record))
     draft.rename(directory / "record.json")
-    container.sync_directory(directory)
+    files.sync_directory(directory)
 
 
 def _copy_checkpoint(source: Path, destination: Path) -> State:
@@ -348,11 +342,11 @@ def _copy_checkpoint(source: Path, destination: Path) -> State:
     for name, file in open_checkpoint(source).files.items():
         shutil.copyfile(source / name, destination / name)
         if not _aligned(np.memmap(destination / name, dtype=np.uint8, mode="r")):
-            container.write_durably(destination / name, tensorfile.encode(file.tensors, file.metadata))
+            files.write_durably(destination / name, tensorfile.encode(file.tensors, file.metadata))
     for entry in source.iterdir():
         if entry.is_file() and entry.suffix != ".safetensors":
             shutil.copyfile(entry, destination / entry.name)
-    container.sync_directory(destination)
+    files.sync_directory(destination)
     state, _ = _map_writable(destination)
     return state
 

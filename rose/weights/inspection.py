@@ -12,6 +12,7 @@ from rose.units import JobId, WeightVersion
 from rose.weights import container
 from rose.weights.bits import State
 from rose.weights.manifest import Manifest
+from rose.weights.patches import check_base
 from rose.weights.store import WeightStore
 
 _COMMON = frozenset({"model", "layers", "language_model", "weight"})
@@ -25,6 +26,13 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     elements: int
     changed: int
     dense_bytes: int
+    coded_bytes: int | None = None
+    """What it takes in buckets; None where two states are compared."""
+
+    @property
+    def bytes_per_changed(self) -> float | None:
+        """Bytes stored per changed element; None where nothing changed or was stored."""
+        return self.coded_bytes / self.changed if self.coded_bytes is not None and self.changed else None
 
     @property
     def density(self) -> float:
@@ -54,7 +62,10 @@ def kind_of(name: str) -> str:
 
 def changes(manifest: Manifest) -> tuple[Change, ...]:
     """What a version changes, by kind, as its manifest says."""
-    return _by_kind((each.name, each.elements, each.changed, each.nbytes) for each in manifest.parameters)
+    return _by_kind(
+        (each.name, each.elements, each.changed, each.nbytes, each.stored_bytes)
+        for each in manifest.parameters
+    )
 
 
 def compare(old: State, new: State) -> tuple[Change, ...]:
@@ -63,7 +74,7 @@ def compare(old: State, new: State) -> tuple[Change, ...]:
         if name not in old or name not in new or not old[name].same_form(new[name]):
             raise WrongBase(f"two models: {name} is in one only, or of another dtype or shape")
     return _by_kind(
-        (name, bits.words.size, int(np.count_nonzero(old[name].words != bits.words)), bits.nbytes)
+        (name, bits.words.size, int(np.count_nonzero(old[name].words != bits.words)), bits.nbytes, None)
         for name, bits in new.items()
     )
 
@@ -93,28 +104,32 @@ def verify_staged(store: WeightStore, job: JobId, versions: Iterable[WeightVersi
     seen: dict[WeightVersion, Manifest] = {}
     for version in versions:
         manifest = store.manifest(job, version)
-        container.read_patches(store.path(job, version))
+        container.check_buckets(manifest, container.read_buckets(store.path(job, version), manifest))
         if manifest.base_version is not None and (base := seen.get(manifest.base_version)) is not None:
-            container.check_base(manifest, base.target_digests)
+            check_base(manifest, base.target_digests)
         seen[version] = manifest
         yield manifest
 
 
-def _by_kind(parameters: Iterable[tuple[str, int, int, int]]) -> tuple[Change, ...]:
-    """Sums over (name, elements, changed, bytes), in order of kind."""
+def _by_kind(parameters: Iterable[tuple[str, int, int, int, int | None]]) -> tuple[Change, ...]:
+    """Sums over (name, elements, changed, bytes, bytes stored), in order of kind."""
     grouped: dict[str, list[Change]] = {}
-    for name, elements, changed, nbytes in parameters:
+    for name, elements, changed, dense, coded in parameters:
         kind = kind_of(name)
-        one = Change(kind=kind, parameters=1, elements=elements, changed=changed, dense_bytes=nbytes)
+        one = Change(
+            kind=kind, parameters=1, elements=elements, changed=changed, dense_bytes=dense, coded_bytes=coded
+        )
         grouped.setdefault(kind, []).append(one)
     return tuple(_sum(kind, parts) for kind, parts in sorted(grouped.items()))
 
 
 def _sum(kind: str, parts: list[Change]) -> Change:
+    stored = [part.coded_bytes for part in parts]
     return Change(
         kind=kind,
         parameters=sum(part.parameters for part in parts),
         elements=sum(part.elements for part in parts),
         changed=sum(part.changed for part in parts),
         dense_bytes=sum(part.dense_bytes for part in parts),
+        coded_bytes=None if None in stored else sum(size for size in stored if size is not None),
     )

@@ -4,6 +4,10 @@ A version is an anchor (all parameters whole, `base_version` None) or a delta on
 every parameter of the model, also the unchanged ones, so that a receiver can check all of what it runs.
 Manifests come from the network and from disks: `decode` checks every field and every relation before it
 returns one.
+
+Versions travel `coded`: slices of parameters in the delta codec, which need the base to be decoded.  A host
+decodes once and keeps the outcome as `coo` and `dense`, (index, value) pairs and whole parameters, which its
+engines apply without a base.
 """
 
 from __future__ import annotations
@@ -11,13 +15,15 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Annotated, Literal
 
 import msgspec
+import numpy as np
 
 from rose.errors import CorruptDelta
 from rose.units import MIB, JobId, WeightVersion
+from rose.weights import boxes
 from rose.weights.bits import ITEMSIZE
 from rose.weights.digests import DIGEST_PATTERN, fingerprint
 
@@ -36,8 +42,14 @@ _NAME_PATTERN = r"^[!#-\[\]-~]{1,512}\Z"
 Digest = Annotated[str, msgspec.Meta(pattern=DIGEST_PATTERN)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=PARAMETER_BYTES_MAX)]
 BucketName = Annotated[str, msgspec.Meta(pattern=BUCKET_PATTERN)]
-Mode = Literal["same", "coo", "dense"]
+Mode = Literal["same", "coo", "dense", "coded"]
+SLICES_MAX = 4096
+"""Slices of one parameter."""
+TABLES_BYTES_MAX = 1 << 16
 _Require = Callable[[bool, str], None]
+
+
+Box = Annotated[tuple[tuple[Count, Count], ...], msgspec.Meta(max_length=8)]
 
 
 class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -63,6 +75,35 @@ class Shard(_Record, frozen=True, kw_only=True):
     """Values stored: stop - start if dense, else the number of changed elements."""
 
 
+class Slice(_Record, frozen=True, kw_only=True, omit_defaults=True):
+    """A rectangle of a parameter in the delta codec.  Slices cover their parameter and do not overlap."""
+
+    box: Box | None = None
+    """Half-open range per dimension, in coordinates of the checkpoint; None: all of the parameter."""
+    changed: Count
+    """Elements that differ from the base; all of them in an anchor."""
+    base_digest: Digest | None = None
+    target_digest: Digest | None = None
+    """xxh3-128 of the slice's bytes in row-major order; both are with the parameter if it is all of it."""
+    bucket: BucketName | None = None
+    """None: nothing changed, nothing is stored."""
+    offset: Count = 0
+    """Of the first byte in the bucket."""
+    length: Count = 0
+    raw: bool = False
+    """The bytes are those of the slice itself, which for tiny ones is smallest."""
+    tables: Annotated[int, msgspec.Meta(ge=0, lt=SLICES_MAX)] | None = None
+    """Which of the manifest's tables it was coded with, if any."""
+
+
+class Origin(_Record, frozen=True, kw_only=True):
+    """The version as it travelled, of which a host made this one."""
+
+    digest: Digest
+    """xxh3-128 of its manifest."""
+    delta_bytes: Count
+
+
 class Parameter(_Record, frozen=True, kw_only=True):
     """One parameter of the model, changed or not."""
 
@@ -78,12 +119,21 @@ class Parameter(_Record, frozen=True, kw_only=True):
     target_digest: Digest
     """xxh3-128 of the parameter's bytes in this version."""
     shards: tuple[Shard, ...] = ()
-    """In order of `start`, at most one per bucket; empty if the parameter stays the same."""
+    """In order of `start`, at most one per bucket; empty unless the mode is coo or dense."""
+    slices: tuple[Slice, ...] = ()
+    """Empty unless the mode is coded."""
 
     @property
     def elements(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
+
+    @property
+    def stored_bytes(self) -> int:
+        """What its slices or shards take in buckets, names of tensors apart."""
+        index_bytes = (4 if self.elements <= 1 << 32 else 8) if self.mode == "coo" else 0
+        entry_bytes = ITEMSIZE[self.dtype] + index_bytes
+        return sum(part.length for part in self.slices) + entry_bytes * sum(s.entries for s in self.shards)
 
     @property
     def nbytes(self) -> int:
@@ -106,6 +156,15 @@ class Manifest(_Record, frozen=True, kw_only=True):
     parameters: tuple[Parameter, ...]
     """In order of name."""
     buckets: tuple[Bucket, ...]
+    tables: tuple[Annotated[bytes, msgspec.Meta(max_length=TABLES_BYTES_MAX)], ...] = ()
+    """Tables of the delta codec that slices name."""
+    origin: Origin | None = None
+    """Set on a host that decoded the version; never sent."""
+
+    @property
+    def coded(self) -> bool:
+        """Whether it takes a base to decode."""
+        return any(parameter.mode == "coded" for parameter in self.parameters)
 
     @property
     def changed(self) -> int:
@@ -124,8 +183,13 @@ class Manifest(_Record, frozen=True, kw_only=True):
 
     @property
     def delta_bytes(self) -> int:
-        """Size of all buckets."""
-        return sum(bucket.size for bucket in self.buckets)
+        """Size of all buckets, and of the tables that come with the manifest."""
+        return sum(bucket.size for bucket in self.buckets) + sum(map(len, self.tables))
+
+    @property
+    def wire_bytes(self) -> int:
+        """`delta_bytes` of the version as it travelled."""
+        return self.origin.delta_bytes if self.origin else self.delta_bytes
 
     @property
     def target_digests(self) -> dict[str, str]:
@@ -170,6 +234,9 @@ def check(manifest: Manifest) -> None:
     for parameter in manifest.parameters:
         _check_parameter(parameter, anchor=manifest.base_version is None)
         used.update(shard.bucket for shard in parameter.shards)
+        for part in parameter.slices:
+            _check_place(parameter.name, part, buckets, len(manifest.tables))
+            used.update([part.bucket] if part.bucket else ())
     if used != buckets.keys():
         raise CorruptDelta(
             f"manifest: buckets do not match shards: {', '.join(sorted(used ^ buckets.keys())[:3])}"
@@ -210,7 +277,7 @@ def _check_parameter(parameter: Parameter, *, anchor: bool) -> None:
     )
     require(parameter.changed <= parameter.elements, "more changed elements than elements")
     if anchor:
-        require(parameter.mode == "dense", "an anchor holds whole parameters")
+        require(parameter.mode in {"dense", "coded"}, "an anchor holds whole parameters")
         require(parameter.changed == parameter.elements, "an anchor changes all elements")
     else:
         moved = parameter.mode != "same"
@@ -219,7 +286,65 @@ def _check_parameter(parameter: Parameter, *, anchor: bool) -> None:
             f"mode {parameter.mode} with {parameter.changed} changed elements",
         )
         require(moved == (parameter.base_digest != parameter.target_digest), "digests contradict the mode")
-    _check_shards(parameter, require)
+    if parameter.mode == "coded":
+        require(not parameter.shards, "slices beside shards")
+        _check_slices(parameter, require, anchor=anchor)
+    else:
+        require(not parameter.slices, f"slices in mode {parameter.mode}")
+        _check_shards(parameter, require)
+
+
+def _check_slices(parameter: Parameter, require: _Require, *, anchor: bool) -> None:
+    slices = parameter.slices
+    require(0 < len(slices) <= SLICES_MAX, f"{len(slices)} slices")
+    if slices[0].box is None:
+        require(len(slices) == 1, "a slice beside one that is all of the parameter")
+        require(slices[0].target_digest is None is slices[0].base_digest, "a digest given twice")
+    else:
+        require(all(_fits(part.box, parameter.shape) for part in slices), "a slice lies outside")
+        require(
+            _tile([part.box for part in slices if part.box], parameter.elements), "slices overlap or lack"
+        )
+    for part in slices:
+        size = parameter.elements if part.box is None else boxes.size_of(part.box)
+        require(part.changed == size if anchor else part.changed <= size, "changed elements of a slice")
+        require((part.bucket is None) == (part.changed == 0 == part.length), "a slice without what changed")
+        if part.raw:
+            require(part.length == size * ITEMSIZE[parameter.dtype], "raw bytes of another number")
+            require(part.tables is None, "raw bytes and tables")
+        if part.box is not None:
+            require(part.target_digest is not None, "a slice without a digest")
+            require((part.base_digest is None) == anchor, "base digest of a slice")
+            moved = part.base_digest != part.target_digest
+            require(moved == (part.changed > 0), "digests of a slice contradict its changes")
+    require(sum(part.changed for part in slices) == parameter.changed, "changes of slices do not add up")
+
+
+def _fits(box: Box | None, shape: tuple[int, ...]) -> bool:
+    if box is None or len(box) != len(shape):
+        return False
+    return all(first < last <= size for (first, last), size in zip(box, shape, strict=True))
+
+
+def _tile(found: list[Box], elements: int) -> bool:
+    """Whether boxes that fit a parameter cover each of its elements once."""
+    if sum(boxes.size_of(box) for box in found) != elements:
+        return False
+    edges = np.array(found, np.int64)
+    for number, box in enumerate(edges[:-1]):
+        later = edges[number + 1 :]
+        apart = (later[:, :, 0] >= box[:, 1]) | (later[:, :, 1] <= box[:, 0])
+        if not apart.any(axis=1).all():
+            return False
+    return True
+
+
+def _check_place(name: str, part: Slice, buckets: Mapping[str, Bucket], tables: int) -> None:
+    if part.tables is not None and part.tables >= tables:
+        raise CorruptDelta(f"manifest: {name}: no tables {part.tables}")
+    bucket = None if part.bucket is None else buckets.get(part.bucket)
+    if part.bucket is not None and (bucket is None or part.offset + part.length > bucket.size):
+        raise CorruptDelta(f"manifest: {name}: a slice lies outside its bucket")
 
 
 def _check_shards(parameter: Parameter, require: _Require) -> None:
@@ -237,5 +362,5 @@ def _check_shards(parameter: Parameter, require: _Require) -> None:
         )
         position = shard.stop
     stored = sum(shard.entries for shard in shards)
-    expected = {"same": 0, "coo": parameter.changed, "dense": parameter.elements}[parameter.mode]
+    expected = parameter.elements if parameter.mode == "dense" else parameter.changed
     require(stored == expected, f"{stored} values stored, {expected} expected")

@@ -8,19 +8,22 @@ the last few, which it pushes again when the relay was restarted.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Self, TypedDict, TypeVar, Unpack
 
 import msgspec
 
 from rose.config import RelayConfig
 from rose.errors import CorruptDelta, RoseError, VersionConflict
 from rose.units import NS_PER_MS, JobId, WeightVersion
-from rose.weights import container, resume
+from rose.weights import container, encoding, resume
 from rose.weights.bits import Bits, State, as_state
+from rose.weights.coding import DEFAULT, Coding
 from rose.weights.container import EncodedVersion
-from rose.weights.digests import digest, digest_state
+from rose.weights.digests import digest_state
+from rose.weights.inspection import Change, changes
+from rose.weights.patches import Patch, write_patch
 from rose.weights.relay import RelayFull
 from rose.weights.relay.blocking import BlockingRelay
 from rose.weights.relay.local import RelayClient
@@ -31,6 +34,19 @@ _CHECKPOINT = WeightVersion(0)
 _FILL_MAX = 0.9
 """An anchor that nobody asked for is not to fill the relay beyond this."""
 _T = TypeVar("_T")
+
+
+class Options(TypedDict, total=False):
+    """How a publisher works, beside what it needs to begin."""
+
+    base_version: WeightVersion
+    """Number of the state it begins with; 0."""
+    keep: int
+    """Versions that are pushed again after the relay restarts; a full relay loses older ones first; 4."""
+    anchor_every: int | None
+    """n: publish each version divisible by n whole, so that a receiver may begin there; None: none."""
+    coding: Coding
+    """How deltas are coded: classes by speed of the link, threads."""
 
 
 class PublishReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,6 +60,8 @@ class PublishReport(msgspec.Struct, frozen=True, kw_only=True):
     elements: int
     delta_bytes: int
     dense_bytes: int
+    kinds: tuple[Change, ...]
+    """What changed, and what it takes, by kind of tensor."""
     buckets: int
     encode_ms: float
     """Comparing, encoding and hashing."""
@@ -58,15 +76,18 @@ class PublishReport(msgspec.Struct, frozen=True, kw_only=True):
         """Share of elements that changed."""
         return self.changed / self.elements if self.elements else 0.0
 
+    @property
+    def bytes_per_changed(self) -> float:
+        """Bytes on the wire per changed element."""
+        return self.delta_bytes / max(1, self.changed)
+
 
 class Publisher:
     """Publishes the weight versions of one job.  One thread, one publisher per job.
 
     The state given to `publish` maps checkpoint names to torch tensors (any device), NumPy arrays or Bits,
-    and must not change while the call runs.  `anchor_every` n publishes each version divisible by n whole, so
-    that a receiver may begin there.  `keep` is how many versions are pushed again after the relay restarts; a
-    full relay loses older ones first, never these.  Where the versions that are left no longer follow from
-    the checkpoint, the next one is published whole too, if the relay has room for it.
+    and must not change while the call runs.  `Options` lists the keywords.  Where the versions that are left
+    at the relay no longer follow from the checkpoint, the next one is published whole, if it has room for it.
     """
 
     def __init__(
@@ -74,17 +95,17 @@ class Publisher:
         relay: BlockingRelay,
         job: JobId,
         base_state: Mapping[str, object],
-        *,
-        base_version: WeightVersion = _CHECKPOINT,
-        keep: int = 4,
-        anchor_every: int | None = None,
+        **options: Unpack[Options],
     ) -> None:
+        keep, anchor_every = options.get("keep", 4), options.get("anchor_every")
+        base_version = options.get("base_version", _CHECKPOINT)
         if keep < 1 or (anchor_every is not None and anchor_every < 1):
             raise ValueError("keep and anchor_every must be at least 1")
         self._relay = relay
         self._job = job
         self._keep = keep
         self._anchor_every = anchor_every
+        self._coding = options.get("coding", DEFAULT)
         self._held: dict[str, Bits] = {name: bits.copy() for name, bits in as_state(base_state).items()}
         self._digests = digest_state(self._held)
         self._version = base_version
@@ -100,14 +121,12 @@ class Publisher:
         job: JobId,
         base_state: Mapping[str, object],
         *,
-        base_version: WeightVersion = _CHECKPOINT,
-        keep: int = 4,
-        anchor_every: int | None = None,
         timeout_s: float = 60,
+        **options: Unpack[Options],
     ) -> Self:
         """A publisher that talks to the configured relay; close it.  Raises ConfigError."""
         relay = BlockingRelay(RelayClient.from_config(config, timeout_s=timeout_s))
-        return cls(relay, job, base_state, base_version=base_version, keep=keep, anchor_every=anchor_every)
+        return cls(relay, job, base_state, **options)
 
     @classmethod
     def resume(
@@ -115,10 +134,7 @@ class Publisher:
         relay: BlockingRelay,
         job: JobId,
         base_state: Mapping[str, object],
-        *,
-        base_version: WeightVersion = _CHECKPOINT,
-        keep: int = 4,
-        anchor_every: int | None = None,
+        **options: Unpack[Options],
     ) -> Self:
         """A publisher that goes on where a former one of the job stopped, however that ended.
 
@@ -126,13 +142,11 @@ class Publisher:
         `version` for what to publish next.  Raises WrongBase if it does not follow from the checkpoint.
         """
         base = as_state(base_state)
-        standing = resume.newest(relay, job, base, base_version)
-        publisher = cls(
-            relay, job, standing.state, base_version=base_version, keep=keep, anchor_every=anchor_every
-        )
+        standing = resume.newest(relay, job, base, options.get("base_version", _CHECKPOINT))
+        publisher = cls(relay, job, standing.state, **options)
         publisher._version = standing.version
         publisher._epoch = standing.epoch
-        publisher._kept = {each.manifest.version: each for each in standing.chain[-keep:]}
+        publisher._kept = {each.manifest.version: each for each in standing.chain[-publisher._keep :]}
         return publisher
 
     @property
@@ -163,10 +177,10 @@ class Publisher:
                 "versions of a job only grow",
             )
         encode_ms, (encoded, digests) = _timed_ms(lambda: self._encode(version, target))
-        verify_ms, verified = _timed_ms(lambda: _decode_again(encoded, self._held))
+        verify_ms, patches = _timed_ms(lambda: self._decode_again(encoded))
         self._unsettled = encoded
         push_ms, _ = _timed_ms(lambda: self._push(encoded))
-        self._advance(encoded, verified, digests)
+        self._advance(encoded, patches, digests)
         return self._report(encoded, encode_ms=encode_ms, verify_ms=verify_ms, push_ms=push_ms)
 
     def heal(self) -> tuple[WeightVersion, ...]:
@@ -202,7 +216,7 @@ class Publisher:
         digests = digest_state(target)
         due = self._anchor_every is not None and version % self._anchor_every == 0
         anchor = due or self._must_bridge_gap(sum(bits.nbytes for bits in target.values()))
-        encoded = container.encode_version(
+        encoded = encoding.encode_coded(
             self._job,
             version,
             None if anchor else self._version,
@@ -210,6 +224,7 @@ class Publisher:
             target,
             base_digests=self._digests,
             target_digests=digests,
+            how=self._coding,
         )
         return encoded, digests
 
@@ -280,11 +295,26 @@ class Publisher:
             return
         found = self._relay.manifest(self._job, encoded.manifest.version).manifest
         if found == encoded.manifest:
-            self._advance(encoded, _decode_again(encoded, self._held), found.target_digests)
+            self._advance(encoded, self._decode_again(encoded), found.target_digests)
 
-    def _advance(self, encoded: EncodedVersion, verified: State, digests: Mapping[str, str]) -> None:
+    def _decode_again(self, encoded: EncodedVersion) -> list[Patch]:
+        """Decode a version as a receiver would.  Raises CorruptDelta if that gives other bytes.
+
+        What is decoded shares no memory with the trainer's tensors.
+        """
+        try:
+            return container.decode_patches(
+                encoded.manifest, encoded.buckets, self._held, threads=self._coding.threads
+            )
+        except CorruptDelta as error:
+            raise CorruptDelta(
+                f"the encoded delta does not give the trainer's weights: {error.what}"
+            ) from None
+
+    def _advance(self, encoded: EncodedVersion, patches: Iterable[Patch], digests: Mapping[str, str]) -> None:
         """The version is committed: it is the next base."""
-        self._held = dict(verified)
+        for patch in patches:
+            write_patch(self._held[patch.name], patch)
         self._digests = dict(digests)
         self._version = encoded.manifest.version
         self._unsettled = None
@@ -323,26 +353,13 @@ class Publisher:
             elements=manifest.elements,
             delta_bytes=manifest.delta_bytes,
             dense_bytes=manifest.dense_bytes,
+            kinds=changes(manifest),
             buckets=len(manifest.buckets),
             encode_ms=encode_ms,
             verify_ms=verify_ms,
             push_ms=push_ms,
             repeated=repeated,
         )
-
-
-def _decode_again(encoded: EncodedVersion, base: State) -> dict[str, Bits]:
-    """Decode a version and apply it as a receiver would.  Raises CorruptDelta if that gives other bytes.
-
-    The outcome shares no memory with the trainer's tensors.
-    """
-    patches = container.decode_patches(encoded.manifest, encoded.buckets)
-    decoded = container.apply_to_state(base, patches)
-    for patch in patches:
-        promised = encoded.manifest.target_digests[patch.name]
-        if digest(decoded[patch.name].words) != promised:
-            raise CorruptDelta(f"{patch.name}: the encoded delta does not give the trainer's weights")
-    return decoded
 
 
 def _timed_ms(call: Callable[[], _T]) -> tuple[float, _T]:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from rose.errors import CorruptDelta, NotReady, TimedOut
 from rose.units import JobId, WeightVersion
-from rose.weights import container
+from rose.weights import container, files
 from rose.weights import manifest as manifests
 from rose.weights.bits import empty_buffer
 from rose.weights.digests import digest
@@ -73,7 +73,7 @@ async def _fetch(relay: Relay, committed: Committed, bucket: Bucket, partial: Pa
     await relay.get_into(manifest.job, manifest.version, bucket.name, data, epoch=committed.epoch)
     if await asyncio.to_thread(digest, data) != bucket.digest:
         raise CorruptDelta(f"{bucket.name}: the relay sent other bytes than the manifest promises")
-    await asyncio.to_thread(container.write_durably, partial / bucket.name, data)
+    await asyncio.to_thread(files.write_durably, partial / bucket.name, data)
 
 
 async def _republished(relay: Relay, job: JobId, version: WeightVersion) -> Committed:
@@ -92,7 +92,7 @@ def _holds(final: Path, manifest: Manifest) -> bool:
     try:
         if container.read_manifest(final) != manifest:
             return False
-        container.read_patches(final)
+        container.check_buckets(manifest, container.read_buckets(final, manifest))
     except CorruptDelta:
         return False
     return True
@@ -105,12 +105,12 @@ def _prepare(partial: Path, manifest: Manifest) -> None:
     for entry in partial.iterdir():
         if entry.name not in wanted:
             entry.unlink()
-    container.write_durably(partial / MANIFEST_NAME, manifests.encode(manifest))
+    files.write_durably(partial / MANIFEST_NAME, manifests.encode(manifest))
 
 
 def _bucket_arrived(partial: Path, bucket: Bucket) -> bool:
     try:
-        return digest(container.read_file(partial / bucket.name, bucket.size)) == bucket.digest
+        return digest(files.read_file(partial / bucket.name, bucket.size)) == bucket.digest
     except CorruptDelta:
         return False
 
@@ -118,11 +118,12 @@ def _bucket_arrived(partial: Path, bucket: Bucket) -> bool:
 def _finish(partial: Path, final: Path) -> None:
     """Verify all, then give the directory its name."""
     try:
-        container.read_patches(partial)
+        manifest = container.read_manifest(partial)
+        container.check_buckets(manifest, container.read_buckets(partial, manifest))
     except CorruptDelta:
         shutil.rmtree(partial)
         raise
-    container.sync_directory(partial)
+    files.sync_directory(partial)
     if final.exists():
         # Another version of that name: left by an earlier run of the job, or damaged since.
         stale = final.with_name(f".{final.name}.stale")
@@ -130,7 +131,7 @@ def _finish(partial: Path, final: Path) -> None:
         final.rename(stale)
         shutil.rmtree(stale)
     partial.rename(final)
-    container.sync_directory(final.parent)
+    files.sync_directory(final.parent)
 
 
 @contextmanager

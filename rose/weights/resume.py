@@ -10,6 +10,7 @@ from rose.weights import container
 from rose.weights.bits import Bits, State
 from rose.weights.container import EncodedVersion
 from rose.weights.digests import digest_state
+from rose.weights.patches import apply_to_state, check_base, check_target
 from rose.weights.relay.blocking import BlockingRelay
 
 
@@ -47,11 +48,11 @@ def newest(relay: BlockingRelay, job: JobId, base_state: State, base_version: We
     chain = []
     for step in reversed(path):
         encoded = _fetch(relay, job, step)
-        container.check_base(encoded.manifest, digests)
-        patches = container.decode_patches(encoded.manifest, encoded.buckets)
-        state = container.apply_to_state(state, patches)
+        check_base(encoded.manifest, digests)
+        patches = container.decode_patches(encoded.manifest, encoded.buckets, state)
+        state = apply_to_state(state, patches)
         digests |= digest_state({patch.name: state[patch.name] for patch in patches})
-        container.check_target(encoded.manifest, digests)
+        check_target(encoded.manifest, digests)
         chain.append(encoded)
     return Standing(version, state, tuple(chain), stat.epoch)
 

@@ -13,9 +13,10 @@ from pathlib import Path
 import numpy as np
 
 from rose.errors import NotFound, WrongBase
-from rose.weights import container
-from rose.weights.container import EncodedVersion, Patch
+from rose.weights import container, encoding
+from rose.weights.container import EncodedVersion
 from rose.weights.manifest import Manifest
+from rose.weights.patches import Patch, check_base
 
 
 def squash(directories: Sequence[Path]) -> EncodedVersion:
@@ -38,7 +39,7 @@ def squash(directories: Sequence[Path]) -> EncodedVersion:
         for patch in container.read_patches(directory):
             merged[patch.name] = patch if patch.name not in merged else merge(merged[patch.name], patch)
         last = manifest
-    return container.encode_squashed(first, last, merged.values())
+    return encoding.encode_squashed(first, last, merged.values())
 
 
 def merge(earlier: Patch, later: Patch) -> Patch:
@@ -62,4 +63,4 @@ def _check_follows(before: Manifest, manifest: Manifest) -> None:
         raise WrongBase(
             f"version {manifest.version} is built on {manifest.base_version}, not {before.version}"
         )
-    container.check_base(manifest, before.target_digests)
+    check_base(manifest, before.target_digests)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rose.errors import ConfigError, NotFound, WrongBase
 from rose.units import JobId, WeightVersion
-from rose.weights import container
+from rose.weights import container, files
 from rose.weights.manifest import VERSION_MAX, Manifest, valid_job
 
 _VERSION_NAME = re.compile(r"v(0|[1-9][0-9]{0,15})")
@@ -94,9 +94,9 @@ class WeightStore:
             (directory / _PIN).unlink(missing_ok=True)
         else:
             draft = directory / f".{_PIN}.partial"
-            container.write_durably(draft, f"{version}\n".encode())
+            files.write_durably(draft, f"{version}\n".encode())
             draft.rename(directory / _PIN)
-        container.sync_directory(directory)
+        files.sync_directory(directory)
 
     def prune(self, job: JobId, keep: int, held: Collection[WeightVersion] = ()) -> tuple[WeightVersion, ...]:
         """Delete all but the newest `keep` versions and those `held`; answers the deleted ones.

@@ -6,6 +6,7 @@ Format: https://huggingface.co/docs/safetensors (8 bytes of header length, a JSO
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -54,6 +55,19 @@ def encode(tensors: Mapping[str, Bits], metadata: Mapping[str, str]) -> bytes:
         *(tensors[name].words.view(np.uint8).data for name in order),
     ]
     return b"".join(parts)
+
+
+def encode_blobs(blobs: Mapping[str, bytes], metadata: Mapping[str, str]) -> tuple[bytes, list[int]]:
+    """A safetensors file of byte strings, in their order; answers it, and where in it each begins."""
+    header: dict[str, object] = {_METADATA: dict(metadata)}
+    offsets = list(itertools.accumulate(map(len, blobs.values()), initial=0))
+    for name, start, stop in zip(blobs, offsets, offsets[1:], strict=False):
+        header[name] = _Entry("U8", [stop - start], (start, stop))
+    text = msgspec.json.encode(header)
+    text += b" " * (-len(text) % _ALIGN)
+    body = 8 + len(text)
+    data = b"".join([len(text).to_bytes(8, "little"), text, *blobs.values()])
+    return data, [body + offset for offset in offsets[:-1]]
 
 
 def parse(data: npt.NDArray[np.uint8]) -> TensorFile:

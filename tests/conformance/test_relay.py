@@ -19,8 +19,9 @@ from rose.config import RelayConfig
 from rose.errors import CorruptDelta, VersionConflict
 from rose.units import JobId, WeightVersion
 from rose.weights.bits import Bits
-from rose.weights.container import EncodedVersion, encode_version
+from rose.weights.container import EncodedVersion
 from rose.weights.digests import digest
+from rose.weights.encoding import encode_version
 from rose.weights.manifest import Bucket
 from rose.weights.relay import EpochChanged, Relay, RelayFull, RelayUnavailable, VersionGone
 from rose.weights.relay.local import RelayClient

@@ -18,8 +18,9 @@ from rose.engines.vllm.settings import PluginSettings
 from rose.units import JobId, ReplicaId, WeightVersion
 from rose.weights.bits import Bits
 from rose.weights.checkpoint import open_checkpoint
-from rose.weights.container import encode_version, write_version
+from rose.weights.container import write_version
 from rose.weights.digests import digest_state
+from rose.weights.encoding import encode_version
 from rose.weights.hostcopy import HostCopy
 
 pytestmark = pytest.mark.engine

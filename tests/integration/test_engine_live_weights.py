@@ -21,8 +21,9 @@ from rose.core.readings import GateMode
 from rose.units import JobId, WeightVersion
 from rose.weights import tensorfile
 from rose.weights.bits import Bits
-from rose.weights.container import encode_version, write_version
+from rose.weights.container import write_version
 from rose.weights.digests import digest_state
+from rose.weights.encoding import encode_version
 
 pytestmark = pytest.mark.engine
 

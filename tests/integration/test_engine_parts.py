@@ -14,8 +14,9 @@ from rose.engines.vllm.settings import PluginSettings
 from rose.errors import RoseError
 from rose.units import JobId, WeightVersion
 from rose.weights.bits import Bits, as_bits
-from rose.weights.container import encode_version, write_version
+from rose.weights.container import write_version
 from rose.weights.digests import digest_state
+from rose.weights.encoding import encode_version
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.engine

@@ -24,8 +24,8 @@ from rose.config import RelayConfig
 from rose.errors import ConfigError, RoseError, VersionConflict
 from rose.units import JobId, WeightVersion
 from rose.weights.bits import Bits
-from rose.weights.container import encode_version
 from rose.weights.digests import digest
+from rose.weights.encoding import encode_version
 from rose.weights.manifest import BUCKET_BYTES_MAX
 from rose.weights.relay import RelayDenied, RelayUnavailable
 from rose.weights.relay.http import DIGEST_HEADER, ROOT, BadRequest

@@ -24,6 +24,7 @@ from rose.units import JobId, WeightVersion
 from rose.weights import Publisher, receiver, tensorfile
 from rose.weights.bits import Bits
 from rose.weights.checkpoint import open_checkpoint
+from rose.weights.decoding import decode_staged
 from rose.weights.digests import digest_state
 from rose.weights.hostcopy import HostCopy
 from rose.weights.relay.blocking import BlockingRelay
@@ -168,7 +169,7 @@ def test_a_host_that_is_killed_anywhere(relay: RelayConfig, tmp_path: Path) -> N
             async with RelayClient.from_config(relay) as client:
                 return await receiver.pull(client, JOB, version, store.destination(JOB, version))
 
-        path = asyncio.run(pull())
+        path = decode_staged(asyncio.run(pull()), copy.state)
         live.apply(live.stage(path, version, copy.version))
         copy.advance(path)
         assert live.digests() == {"version": version, "digests": copy.digests}

@@ -13,8 +13,9 @@ from rose.units import WeightVersion
 from rose.weights import tensorfile
 from rose.weights.bits import Bits
 from rose.weights.checkpoint import materialise, open_checkpoint
-from rose.weights.container import encode_version, write_version
+from rose.weights.container import write_version
 from rose.weights.digests import digest_state
+from rose.weights.encoding import encode_version
 
 
 @pytest.fixture

@@ -20,10 +20,12 @@ from rose.units import WeightVersion
 from rose.weights import tensorfile
 from rose.weights.bits import State
 from rose.weights.checkpoint import open_checkpoint
-from rose.weights.container import apply_to_state, encode_version, read_patches, write_version
+from rose.weights.container import read_patches, write_version
 from rose.weights.digests import digest_state
+from rose.weights.encoding import encode_version
 from rose.weights.hostcopy import HostCopy
 from rose.weights.inspection import kind_of
+from rose.weights.patches import apply_to_state
 from rose.weights.relay.local import RelayClient
 from rose.weights.store import WeightStore
 
@@ -169,7 +171,8 @@ def test_publish_pull_and_list_at_the_relay(
     assert rose("show", JOB, 1, "--relay", "--json") == 0
     assert json.loads(capsys.readouterr().out)["base_version"] == 0
     assert rose("pull", JOB, 1, "--out", tmp_path / "mine") == 0
-    assert same(apply_to_state(open_checkpoint(zero).state, read_patches(tmp_path / "mine")), FIRST)
+    held = open_checkpoint(zero).state
+    assert same(apply_to_state(held, read_patches(tmp_path / "mine", held)), FIRST)
     assert rose("pull", JOB, 5) == 0
     assert WeightStore(tmp_path).manifest(JOB, WeightVersion(5)).target_digests == digest_state(SECOND)
     assert rose("pull", JOB, 7) == Exit.NOT_FOUND

@@ -19,19 +19,11 @@ from rose.units import WeightVersion
 from rose.weights import manifest as manifests
 from rose.weights import tensorfile
 from rose.weights.bits import ITEMSIZE, Bits, State, word_dtype
-from rose.weights.container import (
-    EncodedVersion,
-    Patch,
-    apply_to_state,
-    check_base,
-    check_target,
-    decode_patches,
-    encode_version,
-    read_patches,
-    write_version,
-)
+from rose.weights.container import EncodedVersion, decode_patches, read_patches, write_version
 from rose.weights.digests import digest, digest_state
+from rose.weights.encoding import encode_version
 from rose.weights.manifest import BUCKET_BYTES_MAX, MANIFEST_NAME, Manifest
+from rose.weights.patches import Patch, apply_to_state, check_base, check_target
 from rose.weights.shards import Demand, plan_buckets
 
 V0, V1 = WeightVersion(0), WeightVersion(1)

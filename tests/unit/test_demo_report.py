@@ -80,6 +80,7 @@ def step(rl_step: int, **changes: Any) -> reports.StepRecord:
         changed=changes.get("changed", 5),
         elements=100,
         delta_bytes=30,
+        density={"mlp": 0.1},
         dense_bytes=200,
         train_ms=1000,
         publish_ms=10,

@@ -11,18 +11,14 @@ from weight_states import JOB, MemoryRelay, model, same, stepped
 
 from rose.errors import CorruptDelta, NotFound, NotReady, RoseError, WrongBase
 from rose.units import JobId, WeightVersion
-from rose.weights import container, hostcopy, tensorfile
+from rose.weights import files, hostcopy, patches, tensorfile
 from rose.weights.checkpoint import open_checkpoint
-from rose.weights.container import (
-    EncodedVersion,
-    apply_to_state,
-    encode_version,
-    read_manifest,
-    read_patches,
-    write_version,
-)
+from rose.weights.container import EncodedVersion, read_manifest, read_patches, write_version
+from rose.weights.decoding import manifest_digest
 from rose.weights.digests import digest_state
-from rose.weights.hostcopy import HostCopy, manifest_digest
+from rose.weights.encoding import encode_version
+from rose.weights.hostcopy import HostCopy
+from rose.weights.patches import apply_to_state
 from rose.weights.receiver import pull
 
 ANCHOR = 3
@@ -105,7 +101,7 @@ def test_the_way_back_serves_engines_too(copy: HostCopy, chain: Chain) -> None:
         copy.advance(chain.directories[version])
     for undo in copy.undos():
         manifest = read_manifest(undo.path)
-        container.check_base(manifest, digest_state(chain.states[undo.base]))
+        patches.check_base(manifest, digest_state(chain.states[undo.base]))
         state = apply_to_state(chain.states[undo.base], read_patches(undo.path))
         assert same(state, chain.states[undo.version])
         assert manifest.target_digests == digest_state(state)
@@ -200,13 +196,13 @@ class Executioner:
         self.left = -1
         self.reached = 0
         for module, name in (
-            (container, "write_durably"),
-            (container, "sync_directory"),
+            (files, "write_durably"),
+            (files, "sync_directory"),
             (hostcopy, "_write_record"),
         ):
             monkeypatch.setattr(module, name, self._wrap(getattr(module, name)))
 
-        def torn_write(copy: HostCopy, patches: list[container.Patch]) -> None:
+        def torn_write(copy: HostCopy, patches: list[patches.Patch]) -> None:
             self._torn_write(copy, patches)
 
         monkeypatch.setattr(HostCopy, "_write", torn_write)
@@ -225,7 +221,7 @@ class Executioner:
 
         return wrapped
 
-    def _torn_write(self, copy: HostCopy, patches: list[container.Patch]) -> None:
+    def _torn_write(self, copy: HostCopy, patches: list[patches.Patch]) -> None:
         """As `HostCopy._write`, element by element where few change."""
         for patch in patches:
             words = copy._state[patch.name].words

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from rose_daemon.node.keeper import CopyKeeper
 from weight_states import JOB, MemoryRelay, model, same, stepped
@@ -15,12 +17,15 @@ from weight_states import JOB, MemoryRelay, model, same, stepped
 from rose.config import Config, JobConfig, NodeConfig, ReplicaConfig
 from rose.core.events import NodeEvent, UndoReady
 from rose.core.shelf import Staged
+from rose.errors import WrongBase
 from rose.units import ReplicaId, WeightVersion
 from rose.weights import tensorfile
 from rose.weights.bits import Bits
 from rose.weights.checkpoint import open_checkpoint
-from rose.weights.container import EncodedVersion, encode_version, write_version
+from rose.weights.container import EncodedVersion, read_patches, write_version
+from rose.weights.encoding import encode_coded, encode_version
 from rose.weights.hostcopy import HostCopy
+from rose.weights.patches import apply_to_state
 from rose.weights.store import WeightStore
 
 NEWEST = 3
@@ -218,3 +223,65 @@ async def test_a_host_without_a_copy_goes_on_without_one(tmp_path: Path, change:
     await host.stop()
     if holder is not None:
         holder.close()
+
+
+# ---- decode ----
+
+
+def coded(version: int) -> EncodedVersion:
+    before = WeightVersion(version - 1)
+    return encode_coded(JOB, WeightVersion(version), before, STATES[version - 1], STATES[version])
+
+
+async def decoded(host: Host, version: int) -> Path:
+    path = host.store.destination(JOB, WeightVersion(version))
+    if not path.exists():
+        write_version(path, coded(version))
+    patches = await host.keeper.decode(path)
+    assert same(apply_to_state(STATES[version - 1], read_patches(patches)), STATES[version])
+    return patches
+
+
+async def test_coded_versions_are_decoded_ahead_of_the_copy(host: Host) -> None:
+    """The first one against the checkpoint, as there is no copy yet, and all without waiting for it."""
+    for version in range(1, NEWEST + 1):
+        patches = await decoded(host, version)
+        base = WeightVersion(version - 1)
+        host.keeper.staged(Staged(WeightVersion(version), base, str(patches)))
+    await host.at(NEWEST)
+    async with host.keeper.source(host.section) as source:
+        assert source is not None
+        assert same(open_checkpoint(source.path).state, STATES[NEWEST])
+
+
+async def test_a_version_is_decoded_against_a_copy_that_is_beyond_its_base(host: Host) -> None:
+    await follow(host)
+    path = host.store.destination(JOB, WeightVersion(2))
+    shutil.rmtree(host.model)  # so that the ways back must do
+    shutil.rmtree(path)
+    await decoded(host, 2)
+
+
+async def test_a_copy_that_an_earlier_run_left_is_no_base(host: Host) -> None:
+    """Then the checkpoint is."""
+    await follow(host, OTHER_ENCODED)
+    await host.stop()
+    shutil.rmtree(host.store.destination(JOB, WeightVersion(1)))
+    host.start()
+    await decoded(host, 1)
+
+
+async def test_without_a_copy_the_checkpoint_and_what_is_staged_are_the_base(host: Host) -> None:
+    await host.stop()
+    host.start(
+        msgspec.structs.replace(
+            host.config, node=NodeConfig(state_dir=str(host.model.parent), weights_undo_max=0)
+        )
+    )
+    for version in range(1, NEWEST + 1):
+        await decoded(host, version)
+
+
+async def test_a_version_without_its_base_is_refused(host: Host) -> None:
+    with pytest.raises(WrongBase):
+        await decoded(host, 3)

@@ -14,7 +14,7 @@ from weight_states import delta, model
 from rose.errors import CorruptDelta
 from rose.units import JobId, WeightVersion
 from rose.weights import manifest as manifests
-from rose.weights.container import encode_version
+from rose.weights.encoding import encode_version
 from rose.weights.manifest import BUCKET_BYTES_MAX, MANIFEST_BYTES_MAX, valid_job
 
 MANIFEST = delta()[2].manifest

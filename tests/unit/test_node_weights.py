@@ -17,7 +17,7 @@ from rose_daemon.node.engine_http import EngineClient
 from rose_daemon.node.engines import Engines
 from rose_daemon.node.keeper import CopyKeeper
 from rose_daemon.node.weights import WeightAgent
-from weight_states import JOB, MemoryRelay, delta, fail_once
+from weight_states import JOB, MemoryRelay, delta, fail_once, same
 
 from rose.config import Config, JobConfig, NodeConfig
 from rose.core.effects import ApplyVersion, PullVersion
@@ -30,8 +30,11 @@ from rose.core.events import (
     WeightsRefused,
 )
 from rose.units import JobId, ReplicaId, WeightVersion
-from rose.weights.container import apply_to_state, read_patches
+from rose.weights import tensorfile
+from rose.weights.container import read_manifest, read_patches
 from rose.weights.digests import digest_state
+from rose.weights.encoding import encode_coded
+from rose.weights.patches import apply_to_state
 
 REPLICA = ReplicaId("r")
 V0, V1 = WeightVersion(0), WeightVersion(1)
@@ -83,6 +86,7 @@ class Bench:
     relay: PollingRelay
     engine: FakeEngine
     events: list[NodeEvent]
+    keeper: CopyKeeper
 
     async def staged(self) -> VersionStaged:
         self.relay.publish(ENCODED)
@@ -117,7 +121,7 @@ async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
         engines = SimpleNamespace(get=lambda replica: running if replica == REPLICA else None)
         keeper = CopyKeeper(config, relay, events.append)
         agent = WeightAgent(config, relay, cast("Engines", engines), events.append, time.monotonic_ns, keeper)
-        yield Bench(agent, relay, engine, events)
+        yield Bench(agent, relay, engine, events, keeper)
     await runner.cleanup()
 
 
@@ -254,3 +258,34 @@ async def test_every_version_is_reported_once_whatever_the_relay_does(bench: Ben
     assert bench.events == wanted
     watching.cancel()
     await asyncio.gather(watching, return_exceptions=True)
+
+
+async def test_a_coded_version_is_handed_to_engines_as_patches(bench: Bench, tmp_path: Path) -> None:
+    """Decoded once, on the host; what is reported is what travelled."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "model.safetensors").write_bytes(tensorfile.encode(BASE, {}))
+    bench.keeper._model = tmp_path / "model"
+    keeping = asyncio.create_task(bench.keeper.run())
+    coded = encode_coded(JOB, V1, V0, BASE, TARGET)
+    bench.relay.publish(coded)
+    await bench.agent.pull(PullVersion(JOB, V1, V0))
+    staged = bench.events.pop(0)
+    assert isinstance(staged, VersionStaged), staged
+    assert not read_manifest(Path(staged.path)).coded
+    await bench.agent.apply(ApplyVersion(REPLICA, V1, V0, staged.path, abort_in_flight=True))
+    assert WeightsApplied(REPLICA, V1) in bench.events
+    assert same(bench.engine.state, TARGET)
+    update = bench.agent.history.latest(REPLICA)
+    assert update is not None
+    assert update.delta_bytes == coded.manifest.delta_bytes
+    keeping.cancel()
+    await asyncio.gather(keeping, return_exceptions=True)
+
+
+async def test_a_coded_version_on_a_base_that_nobody_has_says_so(bench: Bench) -> None:
+    bench.keeper._looked.set()
+    bench.relay.publish(encode_coded(JOB, V1, V0, BASE, TARGET))
+    await bench.agent.pull(PullVersion(JOB, V1, V0))
+    (event,) = bench.events
+    assert isinstance(event, VersionStageFailed)
+    assert event.reason.startswith("wrong_base: ")

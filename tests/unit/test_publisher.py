@@ -10,7 +10,7 @@ from weight_states import JOB, MemoryRelay, fail_once, model, same, stepped, ten
 
 from rose.errors import CorruptDelta, VersionConflict, WrongBase
 from rose.units import WeightVersion
-from rose.weights import Publisher, container
+from rose.weights import Publisher, container, encoding, patches
 from rose.weights.bits import Bits, State, UnsupportedTensor
 from rose.weights.container import EncodedVersion
 from rose.weights.digests import digest_state
@@ -44,9 +44,9 @@ def held_by(relay: MemoryRelay, base: State, *versions: int) -> State:
         for bucket in manifest.buckets:
             with relay.vault.reading(key, bucket.name) as data:
                 buckets[bucket.name] = bytes(data)
-        container.check_base(manifest, digest_state(state))
-        state = container.apply_to_state(state, container.decode_patches(manifest, buckets))
-        container.check_target(manifest, digest_state(state))
+        patches.check_base(manifest, digest_state(state))
+        state = patches.apply_to_state(state, container.decode_patches(manifest, buckets, state))
+        patches.check_target(manifest, digest_state(state))
     return state
 
 
@@ -120,7 +120,7 @@ def test_versions_only_grow(publisher: Publisher, version: int) -> None:
 
 
 def test_a_version_committed_by_somebody_else_is_refused(relay: MemoryRelay, publisher: Publisher) -> None:
-    relay.publish(container.encode_version(JOB, V1, WeightVersion(0), BASE, stepped(BASE, 7)))
+    relay.publish(encoding.encode_coded(JOB, V1, WeightVersion(0), BASE, stepped(BASE, 7)))
     with pytest.raises(VersionConflict):
         publisher.publish(V1, FIRST)
     assert publisher.version == 0
@@ -220,8 +220,8 @@ def test_an_encoder_that_loses_a_bit_is_caught_before_anything_is_pushed(
         damaged["layers.0.norm.weight"].words[5] ^= 1 << 20
         return _encode(job, version, base_version, base, damaged, **digests)
 
-    _encode = container.encode_version
-    monkeypatch.setattr(container, "encode_version", lossy)
+    _encode = encoding.encode_coded
+    monkeypatch.setattr(encoding, "encode_coded", lossy)
     with pytest.raises(CorruptDelta, match="trainer's weights"):
         publisher.publish(V1, FIRST)
     assert "put_bucket" not in relay.calls
@@ -279,7 +279,7 @@ def encoded_size(encoded: EncodedVersion) -> int:
 
 
 def test_a_full_relay_loses_the_oldest_versions_but_never_the_kept_ones() -> None:
-    one = encoded_size(container.encode_version(JOB, V1, WeightVersion(0), BASE, FIRST))
+    one = encoded_size(encoding.encode_coded(JOB, V1, WeightVersion(0), BASE, FIRST))
     relay = MemoryRelay(capacity_bytes=one * 4)
     state: dict[str, Bits] = BASE
     with Publisher(BlockingRelay(relay), JOB, BASE, keep=2) as publisher:

@@ -12,8 +12,10 @@ from weight_states import JOB, MemoryRelay, delta, fail_once, model, same, stepp
 
 from rose.errors import CorruptDelta, NotReady, TimedOut
 from rose.units import WeightVersion
-from rose.weights import container, receiver
-from rose.weights.container import apply_to_state, encode_version, read_patches
+from rose.weights import container, encoding, files
+from rose.weights.container import read_patches
+from rose.weights.encoding import encode_version
+from rose.weights.patches import apply_to_state
 from rose.weights.receiver import pull
 from rose.weights.relay import RelayUnavailable, VersionGone
 from rose.weights.store import WeightStore
@@ -97,7 +99,7 @@ async def test_a_broken_pull_goes_on_with_what_had_arrived(
     destination: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rose.weights.shards.BUCKET_BYTES_MAX", 2048)
-    monkeypatch.setattr(container.plan_buckets, "__kwdefaults__", {"limit_bytes": 2048})
+    monkeypatch.setattr(encoding.plan_buckets, "__kwdefaults__", {"limit_bytes": 2048})
     encoded = encode_version(JOB, V1, None, None, TARGET)
     assert len(encoded.buckets) > 2
     relay = MemoryRelay()
@@ -183,7 +185,7 @@ async def test_two_pulls_of_one_version_do_not_mix(relay: MemoryRelay, destinati
 async def test_a_full_disk_leaves_no_version(
     relay: MemoryRelay, store: WeightStore, destination: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = container.write_durably
+    write = files.write_durably
     fail = fail_once("write", OSError(errno.ENOSPC, "No space left on device"))
 
     def write_or_fail(path: Path, data: bytes) -> None:
@@ -191,7 +193,7 @@ async def test_a_full_disk_leaves_no_version(
             fail("write")
         write(path, data)
 
-    monkeypatch.setattr(receiver.container, "write_durably", write_or_fail)
+    monkeypatch.setattr(files, "write_durably", write_or_fail)
     with pytest.raises(OSError, match="No space"):
         await pull(relay, JOB, V1, destination)
     assert store.versions(JOB) == ()

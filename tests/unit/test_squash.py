@@ -14,17 +14,10 @@ from weight_states import JOB, model, same, stepped
 from rose.errors import NotFound, WrongBase
 from rose.units import WeightVersion
 from rose.weights.bits import Bits, State
-from rose.weights.container import (
-    Patch,
-    apply_patch,
-    apply_to_state,
-    check_base,
-    check_target,
-    decode_patches,
-    encode_version,
-    write_version,
-)
+from rose.weights.container import decode_patches, write_version
 from rose.weights.digests import digest_state
+from rose.weights.encoding import encode_version
+from rose.weights.patches import Patch, apply_patch, apply_to_state, check_base, check_target
 from rose.weights.squash import merge, squash
 
 

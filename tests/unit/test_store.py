@@ -9,7 +9,8 @@ from weight_states import JOB, delta, model
 
 from rose.errors import ConfigError, NotFound, WrongBase
 from rose.units import JobId, WeightVersion
-from rose.weights.container import encode_version, write_version
+from rose.weights.container import write_version
+from rose.weights.encoding import encode_version
 from rose.weights.store import WeightStore
 
 

@@ -16,11 +16,12 @@ from weight_states import JOB, MemoryRelay, fail_once, model, same, stepped
 
 from rose.errors import CorruptDelta, RoseError, WrongBase
 from rose.units import WeightVersion
-from rose.weights import Publisher, container, tensorfile
+from rose.weights import Publisher, container, encoding, tensorfile
 from rose.weights.bits import Bits, State
 from rose.weights.checkpoint import materialise
-from rose.weights.container import EncodedVersion, encode_version, write_version
+from rose.weights.container import EncodedVersion, write_version
 from rose.weights.digests import digest_state
+from rose.weights.encoding import encode_version
 from rose.weights.hostcopy import HostCopy
 from rose.weights.relay import RelayUnavailable
 from rose.weights.relay.blocking import BlockingRelay
@@ -216,7 +217,7 @@ def test_a_version_of_another_model_changes_no_byte(receiver: Receiver, tmp_path
 def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Buckets so small that the parts of a fused parameter lie in different ones."""
     monkeypatch.setattr("rose.weights.shards.BUCKET_BYTES_MAX", 1800)
-    monkeypatch.setattr(container.plan_buckets, "__kwdefaults__", {"limit_bytes": 1800})
+    monkeypatch.setattr(encoding.plan_buckets, "__kwdefaults__", {"limit_bytes": 1800})
 
 
 @pytest.mark.parametrize("whole", [True, False])

@@ -16,7 +16,8 @@ from rose.errors import CorruptDelta
 from rose.units import JobId, WeightVersion
 from rose.weights import manifest as manifests
 from rose.weights.bits import Bits, State, word_dtype
-from rose.weights.container import EncodedVersion, encode_version
+from rose.weights.container import EncodedVersion
+from rose.weights.encoding import encode_version
 from rose.weights.manifest import Manifest
 from rose.weights.relay import Committed, EpochChanged, JobStat, RelayUnavailable
 

@@ -186,6 +186,7 @@ def _weights(found: Findings) -> dict[str, Any]:
         "bitexact": first is not None and first.ok and all(audit.ok for audit in audits),
         "delta_bytes": sum(step.trained.delta_bytes for step in found.steps),
         "dense_bytes": sum(step.trained.dense_bytes for step in found.steps),
+        "bytes_per_changed": _per_changed([step.trained for step in found.steps]),
         "pause_ms": {
             "p50": rounded(percentile(found.pauses_ms, 50)),
             "max": rounded(max(found.pauses_ms, default=None)),
@@ -196,6 +197,8 @@ def _weights(found: Findings) -> dict[str, Any]:
                 "changed": step.trained.changed,
                 "elements": step.trained.elements,
                 "delta_bytes": step.trained.delta_bytes,
+                "bytes_per_changed": _per_changed([step.trained]),
+                "density_by_kind": {kind: round(each, 5) for kind, each in step.trained.density.items()},
                 "digests_differ": list(step.audit.digests_differ),
                 "prompts_differ": step.audit.prompts_differ,
                 "prompts_moved_since_0": step.audit.prompts_moved,
@@ -203,6 +206,11 @@ def _weights(found: Findings) -> dict[str, Any]:
             for step in found.steps
         ],
     }
+
+
+def _per_changed(versions: Sequence[Trained]) -> float | None:
+    changed = sum(version.changed for version in versions)
+    return round(sum(version.delta_bytes for version in versions) / changed, 3) if changed else None
 
 
 def _gate(found: Findings) -> dict[str, Any]:
@@ -244,6 +252,7 @@ def _lines(report: dict[str, Any]) -> Sequence[tuple[str, str]]:
     ttft, tpot, rates = serving["ttft_ms"], serving["tpot_ms"], rollout["tokens_per_s"]
     rewards = ", ".join(_number(step["reward_mean"], "{:.2f}") for step in rollout["steps"])
     dense = weights["dense_bytes"] / weights["delta_bytes"] if weights["delta_bytes"] else 0
+    per_changed = _number(weights["bytes_per_changed"], "{:.2f}")
     share = _number(serving["within_budget_share"], "{:.2%}")
     attempts = f"{turns['aborted']} attempts aborted, {turns['rerouted']} turns rerouted"
     versions = f"{weights['versions_published']} versions published, {weights['versions_applied']} applied"
@@ -258,7 +267,7 @@ def _lines(report: dict[str, Any]) -> Sequence[tuple[str, str]]:
         ("  moves", attempts),
         ("trajectories", "{finished} finished, {lost} lost".format_map(report["trajectories"])),
         ("weights", f"{versions}, {'bit-exact' if weights['bitexact'] else 'NOT bit-exact'}"),
-        ("  deltas", f"{weights['delta_bytes']:,} bytes, {dense:.0f} times smaller than dense"),
+        ("  deltas", f"{weights['delta_bytes']:,} bytes, 1/{dense:.0f} of dense, {per_changed} B/changed"),
         ("  pause", f"p50 {pause[0]} ms, max {pause[1]} ms"),
         ("gate", f"open {_number(gate['open_share'], '{:.0%}')} of the time"),
     ]

@@ -119,6 +119,7 @@ class TrainerService:
             elements=report.elements,
             delta_bytes=report.delta_bytes,
             dense_bytes=report.dense_bytes,
+            density={kind.kind: kind.density for kind in report.kinds},
             train_ms=1e3 * (trained_s - began_s),
             publish_ms=1e3 * (published_s - trained_s),
             digests=digests(state),

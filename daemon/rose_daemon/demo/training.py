@@ -60,6 +60,8 @@ class Trained(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     elements: int
     delta_bytes: int
     dense_bytes: int
+    density: dict[str, float]
+    """Share of changed elements by kind of tensor."""
     train_ms: float
     publish_ms: float
     digests: dict[str, str]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -25,7 +25,11 @@ from rose.core.shelf import Staged, VersionShelf
 from rose.errors import CorruptDelta, NotFound, RoseError, WrongBase
 from rose.units import WeightVersion
 from rose.weights import container
-from rose.weights.hostcopy import HostCopy, Undo, manifest_digest
+from rose.weights.bits import State
+from rose.weights.checkpoint import open_checkpoint
+from rose.weights.decoding import Overlay, decode_staged, manifest_digest, patches_path
+from rose.weights.hostcopy import HostCopy, Undo
+from rose.weights.manifest import Manifest
 from rose.weights.relay import Relay
 from rose.weights.store import WeightStore, version_name
 
@@ -53,7 +57,9 @@ class CopyKeeper:
         self._job = config.job.id
         self._undo_max = config.node.weights_undo_max
         self._model = Path(config.replicas[0].model) if config.replicas else None
-        self._directory = WeightStore(Path(config.node.state_dir)).directory(self._job) / "copy"
+        self._store = WeightStore(Path(config.node.state_dir))
+        self._directory = self._store.directory(self._job) / "copy"
+        self._threads = config.node.weights_threads
         self._relay = relay
         self._emit = emit
         self._shelf = VersionShelf()
@@ -85,16 +91,20 @@ class CopyKeeper:
     @contextlib.asynccontextmanager
     async def source(self, section: ReplicaConfig) -> AsyncIterator[Source | None]:
         """What an engine of this replica may load; None: its checkpoint.  The copy stands still meanwhile."""
-        await self._looked.wait()
-        async with self._still:
-            await self._still.wait_for(lambda: not self._moving)
-            self._readers += 1
-        try:
+        async with self._reading():
             yield await self._offer(section)
-        finally:
-            async with self._still:
-                self._readers -= 1
-                self._still.notify_all()
+
+    async def decode(self, version_dir: Path) -> Path:
+        """The directory of a staged version's patches, decoded here if need be; once for all engines.
+
+        The base is the copy, taken on or back to the version it takes, or the checkpoint: digests tell.
+        Raises WrongBase if neither is it, CorruptDelta, OSError.
+        """
+        manifest = await asyncio.to_thread(container.read_manifest, version_dir)
+        if not manifest.coded:
+            return version_dir
+        async with self._reading():
+            return await self._in_thread(self._decode, version_dir, manifest)
 
     def distrust(self) -> None:
         """An engine that loaded the copy holds other bytes: make it anew before anybody uses it again."""
@@ -125,6 +135,57 @@ class CopyKeeper:
         return await self._idle()
 
     # ---- inside ---------------------------------------------------------------------------------
+
+    @contextlib.asynccontextmanager
+    async def _reading(self) -> AsyncIterator[None]:
+        """The copy, if there is one, stands still meanwhile."""
+        await self._looked.wait()
+        async with self._still:
+            await self._still.wait_for(lambda: not self._moving)
+            self._readers += 1
+        try:
+            yield
+        finally:
+            async with self._still:
+                self._readers -= 1
+                self._still.notify_all()
+
+    def _decode(self, version_dir: Path, manifest: Manifest) -> Path:
+        refused = WrongBase(f"version {manifest.version} of {self._job}: this host holds no base of it")
+        for base in self._bases(manifest.base_version):
+            try:
+                return decode_staged(version_dir, base, threads=self._threads)
+            except WrongBase as error:
+                refused = error
+        raise refused
+
+    def _bases(self, version: WeightVersion | None) -> Iterator[State]:
+        """States that may be `version` (None: of the form of an anchor), the likeliest first."""
+        if self._copy is not None:
+            with contextlib.suppress(NotFound, WrongBase, CorruptDelta):
+                yield self._at(version, self._copy.version, self._copy.state, self._copy.undos())
+        if self._model is not None:
+            checkpoint = open_checkpoint(self._model).state
+            with contextlib.suppress(NotFound, WrongBase, CorruptDelta):
+                yield self._at(version, WeightVersion(0), checkpoint, ())
+
+    def _at(
+        self, version: WeightVersion | None, held: WeightVersion, state: State, undos: Sequence[Undo]
+    ) -> State:
+        """`state`, which is `held`, taken to `version`.  Raises NotFound, WrongBase, CorruptDelta."""
+        if version in (None, held):
+            return state
+        if version > held:
+            chain = self._store.chain(self._job, held, version)
+            return Overlay(state, [patches_path(path) for path in chain])
+        back = {undo.base: undo for undo in undos}
+        directories = []
+        while held > version:
+            if held not in back:
+                raise NotFound(f"version {held} cannot be taken back on this host")
+            directories.append(back[held].path)
+            held = back[held].version
+        return Overlay(state, directories)
 
     async def _idle(self) -> None:
         self._looked.set()

@@ -27,7 +27,7 @@ from rose.core.events import (
     WeightsRefused,
 )
 from rose.core.shelf import Staged
-from rose.errors import CorruptDelta, RoseError
+from rose.errors import CorruptDelta, RoseError, WrongBase
 from rose.units import NS_PER_MS, WeightVersion, s_to_ns
 from rose.weights import container, receiver
 from rose.weights.manifest import Manifest, tied_names
@@ -100,9 +100,12 @@ class WeightAgent:
             path = await receiver.pull(
                 self._relay, order.job, order.version, directory, timeout_s=self._timeout_s
             )
-            manifest = await asyncio.to_thread(container.read_manifest, path)
+            patches = await self._keeper.decode(path)
+            manifest = await asyncio.to_thread(container.read_manifest, patches)
         except CorruptDelta as error:
             self._stage_failed(order, f"corrupt_version: {error.what}")
+        except WrongBase as error:
+            self._stage_failed(order, f"wrong_base: {error.what}")
         except RoseError as error:
             self._stage_failed(order, f"relay: {error.what}")
         except OSError as error:
@@ -113,10 +116,10 @@ class WeightAgent:
                 code="staged",
                 job=order.job,
                 version=order.version,
-                delta_bytes=manifest.delta_bytes,
+                delta_bytes=manifest.wire_bytes,
             )
-            self._emit(VersionStaged(order.job, order.version, manifest.base_version, str(path)))
-            self._keeper.staged(Staged(order.version, manifest.base_version, str(path)))
+            self._emit(VersionStaged(order.job, order.version, manifest.base_version, str(patches)))
+            self._keeper.staged(Staged(order.version, manifest.base_version, str(patches)))
 
     async def apply(self, order: ApplyVersion) -> None:
         """Update an engine and check its digests; WeightsApplied or WeightsRefused follows."""
@@ -193,7 +196,7 @@ class WeightAgent:
             total_ms=(now_ns - started_ns) / NS_PER_MS,
             engine_ms=answer.ms if answer else {},
             changed=answer.changed if answer else 0,
-            delta_bytes=manifest.delta_bytes if manifest else 0,
+            delta_bytes=manifest.wire_bytes if manifest else 0,
             dense_bytes=manifest.dense_bytes if manifest else 0,
             parameters_verified=len(manifest.parameters) if manifest else 0,
         )

@@ -1,0 +1,108 @@
+"""A host's side of coded versions: decoded once, kept beside the version as patches for all engines.
+
+    v<n>/                  the version as it came
+    v<n>/patches/          the same as (index, value) pairs and whole parameters
+
+Patches need no base and are verified by whoever reads them, so they need not outlive a crash of the machine:
+what is torn is decoded again.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+
+from rose.errors import CorruptDelta, NotFound
+from rose.weights import container, encoding
+from rose.weights import manifest as manifests
+from rose.weights.bits import Bits, State
+from rose.weights.digests import digest
+from rose.weights.manifest import Manifest, tied_names
+from rose.weights.patches import Patch, apply_patch
+
+_PATCHES = "patches"
+_OVERLAID_MAX = 8
+"""Parameters kept patched: slices of one are decoded together."""
+
+
+def manifest_digest(manifest: Manifest) -> str:
+    """Tells two versions of the same number apart, such as those of two runs of a job.
+
+    What a host decoded has the digest of the version as it travelled.
+    """
+    return manifest.origin.digest if manifest.origin else digest(manifests.encode(manifest))
+
+
+def patches_path(version_dir: Path) -> Path:
+    """The directory of a staged version's patches.  Raises NotFound if it was not decoded, CorruptDelta."""
+    if not container.read_manifest(version_dir).coded:
+        return version_dir
+    if not (path := version_dir / _PATCHES).is_dir():
+        raise NotFound(f"{version_dir}: not decoded on this host yet")
+    return path
+
+
+def decode_staged(version_dir: Path, base: State, *, threads: int = 1) -> Path:
+    """Decode a staged version against its base, and answer the directory of its patches.
+
+    Where that is done already it costs reading them.  Raises WrongBase or CorruptDelta, OSError; then there
+    are no patches.
+    """
+    manifest = container.read_manifest(version_dir)
+    if not manifest.coded:
+        return version_dir
+    final = version_dir / _PATCHES
+    if _whole(final, manifest):
+        return final
+    patches = container.read_patches(version_dir, base, threads=threads)
+    tied = tied_names(manifest, base)
+    encoded = encoding.encode_decoded(manifest, (patch for patch in patches if patch.name not in tied), tied)
+    draft = version_dir / f".{_PATCHES}.partial"
+    for stale in (draft, final):
+        shutil.rmtree(stale, ignore_errors=True)
+    container.write_version(draft, encoded, durable=False)
+    return draft.rename(final)
+
+
+class Overlay(Mapping[str, Bits]):
+    """A state with versions applied on top, parameter by parameter as they are asked for.
+
+    `directories` hold patches, in order.  Raises CorruptDelta.
+    """
+
+    def __init__(self, state: State, directories: Sequence[Path]) -> None:
+        self._state = state
+        self._patches: dict[str, list[Patch]] = {}
+        for directory in directories:
+            for patch in container.read_patches(directory):
+                self._patches.setdefault(patch.name, []).append(patch)
+        self._patched = lru_cache(_OVERLAID_MAX)(self._apply)
+
+    def __getitem__(self, name: str) -> Bits:
+        return self._patched(name) if name in self._patches else self._state[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._state)
+
+    def __len__(self) -> int:
+        return len(self._state)
+
+    def _apply(self, name: str) -> Bits:
+        bits = self._state[name]
+        for patch in self._patches[name]:
+            bits = apply_patch(bits, patch)
+        return bits
+
+
+def _whole(patches: Path, manifest: Manifest) -> bool:
+    """Whether these are patches of the very version, every byte of them."""
+    try:
+        found = container.read_manifest(patches)
+        if found.origin is None or found.origin.digest != manifest_digest(manifest):
+            return False
+        container.read_patches(patches)
+    except CorruptDelta:
+        return False
+    return True
