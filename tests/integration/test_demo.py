@@ -103,7 +103,8 @@ STABLE_KEYS = (
     "turns.finished", "turns.aborted", "turns.rerouted", "turns.lost", "turns.duplicated",
     "trajectories.finished", "trajectories.lost",
     "weights.versions_published", "weights.versions_applied", "weights.bitexact",
-    "weights.delta_bytes", "weights.dense_bytes", "weights.bytes_per_changed", "weights.pause_ms.p50", "weights.pause_ms.max",
+    "weights.delta_bytes", "weights.dense_bytes", "weights.bytes_per_changed",
+    "weights.pause_ms.p50", "weights.pause_ms.max",
     "gate.open_share",
 )  # fmt: skip
 
