@@ -83,6 +83,7 @@ def engine_pair(demo_models: Any, tmp_path_factory: pytest.TempPathFactory) -> I
         token_file=str(token_file),
         cpus=worker_cpus,
         api_cpus=api_cpus,
+        slo_classes="premium=100/30",
         shape=EngineShape(kv_blocks=256),
     )
     with ExitStack() as stack:

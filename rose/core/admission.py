@@ -112,7 +112,7 @@ class AdmissionGate:
         prefill_ns = slack.prefill_p99_ns
         if policy.mode == GateMode.SLACK:
             prefill_ns = slack.prefill_predicted_ns or prefill_ns
-        tokens = self._idle_cap(prefill_ns, policy)
+        tokens = self._idle_cap(_arrival_budget_ns(slack, policy) - prefill_ns, policy)
         return Admission(tokens, policy.alive_until_ns, GateReason.OPEN_IDLE)
 
     def _beside_decodes(
@@ -124,7 +124,7 @@ class AdmissionGate:
         margin_ns = self._margin_ns(policy)
         prefill_ns = slack.prefill_predicted_ns or slack.prefill_p99_ns
         # Whoever arrives now waits for the decode step in flight as well (ours).
-        bearable_ns = policy.ttft_slo_ns - slack.decode_predicted_ns - prefill_ns - margin_ns
+        bearable_ns = _arrival_budget_ns(slack, policy) - slack.decode_predicted_ns - prefill_ns - margin_ns
         end_ns = slack.tpot_deadline_ns - margin_ns
         left_ns = min(end_ns - now_ns, bearable_ns) - max(0, in_flight_ns)
         tokens = self.latency.largest_within(left_ns, self._policy_cap(policy))
@@ -148,18 +148,24 @@ class AdmissionGate:
     def _margin_ns(self, policy: GatePolicy) -> int:
         return max(policy.margin_ns, self.latency.margin_ns())
 
-    def _idle_cap(self, prefill_ns: int, policy: GatePolicy) -> int:
-        """The policy's cap, less what an unlucky new arrival could not bear."""
+    def _idle_cap(self, left_ns: int, policy: GatePolicy) -> int:
+        """The policy's cap, less what an unlucky new arrival could not bear that has this much to spare."""
         cap = self._policy_cap(policy)
         if not self.latency.calibrated:
             return cap
-        bearable_ns = policy.ttft_slo_ns - prefill_ns - self._margin_ns(policy)
+        bearable_ns = left_ns - self._margin_ns(policy)
         return min(cap, max(self._tokens_floor, self.latency.largest_within(bearable_ns, cap)))
 
 
 def _plausible(policy: GatePolicy) -> bool:
     """Whether a policy says something we understand; a mode of a later release closes the gate."""
     return GateMode.CLOSED <= policy.mode <= GateMode.OPEN and policy.token_cap >= 0
+
+
+def _arrival_budget_ns(slack: SlackReading, policy: GatePolicy) -> int:
+    """B_TTFT of the most demanding request that may arrive now."""
+    budget_ns = slack.ttft_budget_ns
+    return min(policy.ttft_slo_ns, budget_ns) if budget_ns > 0 else policy.ttft_slo_ns
 
 
 def _why_policy_forbids(policy: GatePolicy, now_ns: int) -> Admission | None:
@@ -221,6 +227,7 @@ def strictest(readings: Sequence[SlackReading | Unknown]) -> SlackReading | Unkn
         return first
     if any(each.waiting < 0 or each.running < 0 or each.in_step not in {0, 1} for each in known):
         return Unknown("board_contradictory")
+    budgets = [each.ttft_budget_ns for each in known if each.ttft_budget_ns > 0]
     decoding = [each.decode_predicted_ns for each in known if each.running]
     return first._replace(
         stamp_ns=max(each.stamp_ns for each in known),
@@ -233,5 +240,6 @@ def strictest(readings: Sequence[SlackReading | Unknown]) -> SlackReading | Unkn
         steps=sum(each.steps for each in known),
         prefill_p99_ns=max(each.prefill_p99_ns for each in known),
         prefill_predicted_ns=max(each.prefill_predicted_ns for each in known),
+        ttft_budget_ns=min(budgets, default=0),
         decode_predicted_ns=0 if min(decoding, default=0) <= 0 else max(decoding),
     )

@@ -92,13 +92,17 @@ class SlackReading(NamedTuple):
     arrivals: int
     preemptions: int
     overhead_ns: int
-    """What the plugin added to the latest step, all its publications together."""
+    """What the plugin added to the latest step: its time before the device was given work, and after."""
     prefill_predicted_ns: int
     """T_prefill of the p99 prompt with its margin; 0 while the model is not calibrated."""
     decode_predicted_ns: int
     """T_decode of the running batch; 0 while the model is not calibrated, or nothing decodes."""
     drift_permille: int
     """Measured over predicted time of recent serving steps, times 1000."""
+    ttft_budget_ns: int = 0
+    """Tightest TTFT budget of any request class: what the next arrival may ask for; 0 if not known."""
+    deferred_ns: int = 0
+    """What the plugin did for the latest step while the device worked, besides `overhead_ns`."""
 
 
 class GatePolicy(NamedTuple):

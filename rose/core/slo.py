@@ -9,20 +9,22 @@ The published deadlines are already reduced by predicted time: they are the late
 serving engine must have the device, so that slack is simply `deadline - now` (paper: S_prf, S_dec).  For a
 prefill that is the time of the whole queue ahead of it (first come, first served), not its own alone.
 
+Budgets may differ from request to request (`SloTable`): each is held to those of its own class.
+
 The tracker runs inside the serving engine's scheduler: every call is amortised O(log n) or better.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Collection
-from heapq import heapify, heappop, heappush, heapreplace
+from collections.abc import Collection, Mapping
+from heapq import heapify, heappop, heappush
 from itertools import islice
 from typing import NamedTuple
 
 import msgspec
 
 from rose.core.latency import ServingLatency, WindowQuantile
+from rose.core.pace import DecodePace, TrackedRequest
 from rose.core.readings import NEVER
 
 PREFILL_WINDOW = 256
@@ -54,19 +56,36 @@ class Slack(NamedTuple):
     drift_permille: int
 
 
-class _Request:
-    """What is known of one serving request."""
+class SloTable:
+    """The budgets of one serving engine, by model and request class.
 
-    __slots__ = ("arrival_ns", "first_ns", "last_ns", "prompt_left", "rounds", "scheduled_ns", "tokens")
+    Keys are `class`, or `model/class` for one of the models that an engine serves (its adapters); `model/` is
+    what requests of no class get there.  What is not in the table falls back to the class on any model, then
+    to the model, then to the default: an unknown class never gets a budget that nobody configured.
+    """
 
-    def __init__(self, arrival_ns: int, prompt_tokens: int) -> None:
-        self.arrival_ns = arrival_ns
-        self.prompt_left = prompt_tokens
-        self.scheduled_ns: int | None = None
-        self.first_ns = 0
-        self.last_ns = 0
-        self.tokens = 0  # besides those of rounds
-        self.rounds = 0  # those before its first token
+    def __init__(self, default: SloBudgets, classes: Mapping[str, SloBudgets] | None = None) -> None:
+        self.default = default
+        self._classes = dict(classes or {})
+
+    def budgets(self, slo_class: str = "", model: str = "") -> SloBudgets:
+        """Those of a request."""
+        if not self._classes:
+            return self.default
+        slo_class = "" if "/" in slo_class else slo_class
+        for key in (f"{model}/{slo_class}", slo_class, f"{model}/"):
+            if (found := self._classes.get(key)) is not None:
+                return found
+        return self.default
+
+    def knows(self, slo_class: str) -> bool:
+        """Whether any model has such a class."""
+        return bool(slo_class) and any(key.rpartition("/")[2] == slo_class for key in self._classes)
+
+    @property
+    def tightest_ttft_ns(self) -> int:
+        """What a request may ask for that arrives the moment after."""
+        return min(budgets.ttft_ns for budgets in (self.default, *self._classes.values()))
 
 
 class SlackTracker:
@@ -80,8 +99,9 @@ class SlackTracker:
     def __init__(self, budgets: SloBudgets, step_tokens_max: int = STEP_TOKENS_MAX) -> None:
         self.latency = ServingLatency(step_tokens_max)
         self._budgets = budgets
-        self._requests: dict[str, _Request] = {}
-        self._awaiting: dict[str, _Request] = {}  # no first token yet; in order of arrival
+        self._paces = {budgets.tpot_ns: DecodePace(budgets.tpot_ns)}
+        self._requests: dict[str, TrackedRequest] = {}
+        self._awaiting: dict[str, TrackedRequest] = {}  # no first token yet; in order of arrival
         self._prefilling: dict[str, None] = {}  # those of them whose prefill began
         self._prompts = WindowQuantile(PREFILL_WINDOW, PREFILL_QUANTILE)
         self._prefill = WindowQuantile(PREFILL_WINDOW, PREFILL_QUANTILE)
@@ -90,12 +110,8 @@ class SlackTracker:
         self._known: Slack | None = None
         self._prefill_p99_predicted_ns: int | None = None
         self._pending_prefill_tokens = 0
+        self._decoding = 0
         self._ttft_heap: list[tuple[int, str]] = []
-        # Deadlines t_first + n * B, less what the rounds so far added to all of them.  They only grow, so an
-        # entry may lag behind: it is a lower bound, brought up to date when it reaches the top.  Ordering by
-        # t_last needs no heap: the last to produce goes last.
-        self._pace_heap: list[tuple[int, str]] = []
-        self._by_last: OrderedDict[str, _Request] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -118,18 +134,25 @@ class SlackTracker:
     @property
     def decoding(self) -> int:
         """Requests that have a first token, and are not finished."""
-        return len(self._by_last)
+        return self._decoding
 
-    def arrived(self, request_id: str, arrival_ns: int, prompt_tokens: int) -> None:
-        """A request came in at `arrival_ns`."""
+    def arrived(
+        self, request_id: str, arrival_ns: int, prompt_tokens: int, budgets: SloBudgets | None = None
+    ) -> None:
+        """A request came in at `arrival_ns`; `budgets` are its own, if not those of all."""
         if request_id in self._requests:
             return
         self._known = self._prefill_p99_predicted_ns = None
-        request = self._requests[request_id] = _Request(arrival_ns, max(0, prompt_tokens))
+        ttft_ns, tpot_ns = (budgets or self._budgets).ttft_ns, (budgets or self._budgets).tpot_ns
+        pace = self._paces.get(tpot_ns)
+        if pace is None:
+            pace = self._paces[tpot_ns] = DecodePace(tpot_ns)
+        request = TrackedRequest(arrival_ns, max(0, prompt_tokens), ttft_ns, pace)
+        self._requests[request_id] = request
         self._awaiting[request_id] = request
         self._prompts.add(request.prompt_left)
         self._pending_prefill_tokens += request.prompt_left
-        heappush(self._ttft_heap, (arrival_ns + self._budgets.ttft_ns, request_id))
+        heappush(self._ttft_heap, (arrival_ns + ttft_ns, request_id))
         if len(self._ttft_heap) > 2 * len(self._requests) + _HEAP_SLACK:
             self._ttft_heap = [entry for entry in self._ttft_heap if self._awaits_first(entry)]
             heapify(self._ttft_heap)
@@ -149,7 +172,7 @@ class SlackTracker:
         if request is not None:
             self._take_off(request, tokens)
 
-    def _take_off(self, request: _Request, tokens: int) -> None:
+    def _take_off(self, request: TrackedRequest, tokens: int) -> None:
         self._known = None
         tokens = min(request.prompt_left, max(0, tokens))
         request.prompt_left -= tokens
@@ -167,7 +190,7 @@ class SlackTracker:
         if first:
             self._first_token(request_id, request)
         else:
-            self._by_last.move_to_end(request_id)
+            request.pace.produced(request_id)
 
     def round_produced(self, now_ns: int) -> None:
         """Every decoding request got exactly one token.  As `produced` for each, at a constant cost."""
@@ -175,17 +198,14 @@ class SlackTracker:
         self._rounds += 1
         self._round_ns = self._advance(now_ns)
 
-    def _first_token(self, request_id: str, request: _Request) -> None:
+    def _first_token(self, request_id: str, request: TrackedRequest) -> None:
         request.first_ns = request.last_ns
         request.rounds = self._rounds
         self._leave_queue(request_id, request)
         if request.scheduled_ns is not None:
             self._prefill.add(request.first_ns - request.scheduled_ns)
-        self._by_last[request_id] = request
-        heappush(self._pace_heap, (self._pace(request), request_id))
-        if len(self._pace_heap) > 2 * len(self._by_last) + _HEAP_SLACK:
-            self._pace_heap = [(self._pace(decoding), each) for each, decoding in self._by_last.items()]
-            heapify(self._pace_heap)
+        request.pace.begin(request_id, request)
+        self._decoding += 1
 
     def finished(self, request_id: str) -> None:
         """The request ended, in whatever way."""
@@ -195,9 +215,11 @@ class SlackTracker:
         self._known = None
         if request.tokens == 0:
             self._leave_queue(request_id, request)
-        self._by_last.pop(request_id, None)
+        else:
+            request.pace.end(request_id)
+            self._decoding -= 1
 
-    def _leave_queue(self, request_id: str, request: _Request) -> None:
+    def _leave_queue(self, request_id: str, request: TrackedRequest) -> None:
         del self._awaiting[request_id]
         self._prefilling.pop(request_id, None)
         self._pending_prefill_tokens -= request.prompt_left
@@ -226,16 +248,16 @@ class SlackTracker:
 
         The minimum, over the requests without a first token, of arrival + B_TTFT less T_prefill of all prompt
         tokens up to and with its own, and less the model's margin.  Behind QUEUE_SCAN_MAX requests, the
-        earliest arrival of all and the whole queue's tokens stand in: never later than the exact value.
+        earliest deadline of all and the whole queue's tokens stand in: never later than the exact value.
         """
         due_ns = self._ttft_due_ns()
         if due_ns == NEVER:
             return NEVER
-        prefill_ns, budget_ns = self.latency.prefill_ns, self._budgets.ttft_ns
+        prefill_ns = self.latency.prefill_ns
         earliest_ns, ahead_tokens = NEVER, 0
         for request in islice(self._awaiting.values(), QUEUE_SCAN_MAX):
             ahead_tokens += request.prompt_left
-            earliest_ns = min(earliest_ns, request.arrival_ns + budget_ns - prefill_ns(ahead_tokens))
+            earliest_ns = min(earliest_ns, request.arrival_ns + request.ttft_ns - prefill_ns(ahead_tokens))
         if len(self._awaiting) > QUEUE_SCAN_MAX:
             earliest_ns = min(earliest_ns, due_ns - prefill_ns(self._pending_prefill_tokens))
         return earliest_ns - self.latency.prefill.model().margin_ns()
@@ -253,7 +275,7 @@ class SlackTracker:
 
     def decode_ns(self) -> int:
         """T_decode of the requests that decode now; 0 if there is none, or it is not known."""
-        return self.latency.decode_ns(len(self._by_last))
+        return self.latency.decode_ns(self._decoding)
 
     def prefill_p99_predicted_ns(self) -> int:
         """T_prefill of the upper quantile of prompt lengths, with the model's margin; 0 if not known."""
@@ -274,25 +296,9 @@ class SlackTracker:
 
     def _tpot_due_ns(self) -> int:
         """Earliest instant by which some decode must have its next token, or NEVER."""
-        if not self._by_last:
-            self._pace_heap.clear()
-            return NEVER
-        longest_silent = next(iter(self._by_last.values()))
-        # All who decoded at the latest round got their last token then, or later.
-        gap_deadline_ns = max(longest_silent.last_ns, self._round_ns) + 2 * self._budgets.tpot_ns
-        rounds_ns = self._rounds * self._budgets.tpot_ns
-        heap = self._pace_heap  # holds an entry for every decoding request
-        while heap[0][0] + rounds_ns < gap_deadline_ns:
-            lower_bound, request_id = heap[0]
-            request = self._by_last.get(request_id)
-            if request is None:
-                heappop(heap)
-                continue
-            pace = self._pace(request)
-            if pace == lower_bound:
-                return pace + rounds_ns
-            heapreplace(heap, (pace, request_id))
-        return gap_deadline_ns
+        if len(self._paces) == 1:
+            return self._paces[self._budgets.tpot_ns].due_ns(self._rounds, self._round_ns)
+        return min(pace.due_ns(self._rounds, self._round_ns) for pace in self._paces.values())
 
     def prefill_p99_ns(self) -> int:
         """Upper quantile of the time from first scheduling to first token; 0 until one was seen."""
@@ -308,8 +314,4 @@ class SlackTracker:
         request = self._requests.get(request_id)
         if request is None or request.tokens:
             return False
-        return deadline_ns == request.arrival_ns + self._budgets.ttft_ns
-
-    def _pace(self, request: _Request) -> int:
-        """t_first + n * B_TPOT, less B_TPOT for each round there was."""
-        return request.first_ns + (request.tokens - request.rounds) * self._budgets.tpot_ns
+        return deadline_ns == request.arrival_ns + request.ttft_ns

@@ -35,6 +35,7 @@ SIGNATURES = {
     "hash_block_size mm_registry include_finished_set log_stats",
     f"{SCHEDULER}.schedule": "self throttle_prefills",
     f"{SCHEDULER}.update_from_output": "self scheduler_output model_runner_output",
+    f"{SCHEDULER}.get_grammar_bitmask": "self scheduler_output",
     f"{SCHEDULER}.add_request": "self request",
     f"{SCHEDULER}.finish_requests": "self request_ids finished_status",
     f"{SCHEDULER}.reset_prefix_cache": "self reset_running_requests reset_connector",
@@ -57,6 +58,7 @@ SIGNATURES = {
     f"{ASYNC_LLM}.update_weight_version": "self new_version",
     f"{ASYNC_LLM}.resume_generation": "self",
     f"{ASYNC_LLM}.abort": "self request_id internal",
+    f"{ASYNC_LLM}._add_request": "self request prompt parent_req index queue",
     f"{WORKER}.load_model": "self load_dummy_weights",
     "vllm.v1.worker.cpu_worker:CPUWorker.__init__": "self vllm_config local_rank rank "
     "distributed_init_method is_driver_worker",
@@ -75,7 +77,8 @@ INSTANCE_ATTRIBUTES = {
     CORE: "scheduler",
     POOL: "num_gpu_blocks blocks free_block_queue",
     QUEUE: "fake_free_list_head fake_free_list_tail",
-    REQUEST: "cache_salt block_hashes num_computed_tokens num_prompt_tokens arrival_time client_index",
+    REQUEST: "cache_salt block_hashes num_computed_tokens num_prompt_tokens arrival_time client_index "
+    "trace_headers lora_request",
     SPIN: "last_read busy_loop_s",
     "vllm.v1.core.kv_cache_manager:KVCacheManager": "block_pool coordinator",
     "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator": "single_type_managers",
@@ -158,6 +161,29 @@ def test_the_scheduler_says_whether_it_is_paused() -> None:
 def test_a_request_that_ends_with_an_output_is_named_as_finished() -> None:
     """The serving scheduler learns from `finished_req_ids` after `update_from_output` who ended in it."""
     assert "self.finished_req_ids.add(" in inspect.getsource(resolve(f"{SCHEDULER}._free_request"))
+
+
+def test_the_set_of_finished_requests_is_replaced_not_cleared() -> None:
+    """The serving scheduler keeps a step's set until it settles the step."""
+    source = inspect.getsource(resolve(SCHEDULER))
+    assert "self.finished_req_ids = set()" in source
+    assert "self.finished_req_ids.clear(" not in source
+
+
+def test_the_bitmask_is_asked_for_when_the_device_has_the_step() -> None:
+    """There the serving and the rollout scheduler do what need not hold up the device."""
+    for step in ("step", "step_with_batch_queue"):
+        source = inspect.getsource(resolve(f"{CORE}.{step}"))
+        dispatched = source.index("self.model_executor.execute_model(")
+        assert dispatched < source.index("self.scheduler.get_grammar_bitmask(") < source.rindex(".result()")
+
+
+def test_callers_cannot_write_the_trace_headers_that_carry_the_class() -> None:
+    from vllm.tracing import extract_trace_headers  # noqa: PLC0415 (only where vLLM is installed)
+
+    from rose.engines.vllm.slo_class import HEADER  # noqa: PLC0415
+
+    assert HEADER not in (extract_trace_headers({HEADER: "premium", "traceparent": "x"}) or {})
 
 
 def test_layers_look_the_packing_switches_up_when_they_load() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_world import EnginePair
+from engine_world import TOKEN, EnginePair
 
 from rose.boards import WatchedBoard
 from rose.core.readings import NEVER, GateMode, GateReason, GateTransition, SlackReading, Unknown
@@ -106,6 +106,33 @@ def test_the_board_follows_a_request(engine_pair: EnginePair) -> None:
     assert after.busy_ns > before.busy_ns
     assert 0 < after.prefill_p99_ns < 60_000_000_000
     assert after.kv_used_blocks == 0
+
+
+@pytest.mark.parametrize(
+    ("headers", "gap_budget_ms"),
+    [
+        ({"x-rose-slo-class": "premium", "x-rose-token": TOKEN}, 60),
+        ({"x-rose-slo-class": "premium", "x-rose-token": "guess"}, 120),
+        ({"x-rose-slo-class": "gold", "x-rose-token": TOKEN}, 120),
+    ],
+)
+def test_the_class_of_an_authenticated_caller_reaches_the_board(
+    engine_pair: EnginePair, headers: dict[str, str], gap_budget_ms: int
+) -> None:
+    """From the header over the API server to the scheduler: no gap may exceed two TPOT budgets."""
+    body = {"model": "serving", "prompt": PROMPT, "max_tokens": 300, "temperature": 0, "ignore_eos": True}
+    request = InThread(
+        lambda: engine_pair.serving.http.post("/v1/completions", json=body, headers=headers).status_code
+    )
+    started = engine_pair.slack().steps
+    wait_for(lambda: engine_pair.slack().steps > started + 50, "it decodes")
+    gaps = []
+    while (reading := engine_pair.slack()).tpot_deadline_ns != NEVER:
+        gaps.append(reading.tpot_deadline_ns - reading.step_end_ns)
+    assert request.result() == 200
+    assert max(gaps) <= gap_budget_ms * 1_000_000
+    assert max(gaps) > (gap_budget_ms - 60) * 1_000_000
+    assert engine_pair.slack().ttft_budget_ns == 100_000_000
 
 
 def test_a_client_that_leaves_is_forgotten(engine_pair: EnginePair) -> None:

@@ -179,7 +179,9 @@ def test_never_more_than_fits(
     margin_ns = max(policy.margin_ns, gate.latency.margin_ns())
     needed_ns = gate.latency.predict_ns(admission.tokens) + margin_ns + in_flight_ns
     assert NOW_NS + needed_ns <= slack.tpot_deadline_ns
-    assert needed_ns + slack.decode_predicted_ns + slack.prefill_predicted_ns <= policy.ttft_slo_ns
+    needed_by_arrival_ns = needed_ns + slack.decode_predicted_ns + slack.prefill_predicted_ns
+    assert needed_by_arrival_ns <= policy.ttft_slo_ns
+    assert slack.ttft_budget_ns <= 0 or needed_by_arrival_ns <= slack.ttft_budget_ns
     assert NOW_NS <= admission.valid_until_ns <= policy.alive_until_ns
     # The answer does stand until then, for that many tokens.
     later_ns = admission.valid_until_ns

@@ -64,10 +64,10 @@ class Serving:
         now_ns = time.monotonic_ns()
         for request_id in produced:
             self.board.tracker.scheduled(request_id, now_ns)
-        self.board.step_began(now_ns, 0, len(produced))
+        self.board.step_began(now_ns, self.board.neighbours_ns(now_ns), 0, len(produced))
         self.publish()
         now_ns = time.monotonic_ns()
-        self.board.step_ended(now_ns)
+        self.board.step_ended(now_ns, self.board.neighbours_ns(now_ns))
         for request_id, tokens in produced.items():
             self.board.tracker.produced(request_id, now_ns, tokens)
         self.publish()
@@ -171,9 +171,10 @@ def test_steps_beside_rollout_are_told_from_those_alone(run_dir: Path, paths: Bo
         if rollout_runs:
             replica.activity.begin(time.monotonic_ns())
         now_ns = time.monotonic_ns()
-        serving.board.step_began(now_ns, 30, 0)
+        serving.board.step_began(now_ns, serving.board.neighbours_ns(now_ns), 30, 0)
         time.sleep(0.002)
-        serving.board.step_ended(time.monotonic_ns())
+        now_ns = time.monotonic_ns()
+        serving.board.step_ended(now_ns, serving.board.neighbours_ns(now_ns))
     assert seen == [0, 1]
 
 

@@ -9,10 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rose.core.readings import NEVER
-from rose.core.slo import QUEUE_SCAN_MAX, SlackTracker, SloBudgets
+from rose.core.slo import QUEUE_SCAN_MAX, SlackTracker, SloBudgets, SloTable
 from rose.units import ms_to_ns
 
 BUDGETS = SloBudgets(ttft_ns=ms_to_ns(250), tpot_ns=ms_to_ns(60))
+PREMIUM = SloBudgets(ttft_ns=ms_to_ns(100), tpot_ns=ms_to_ns(30))
+SMALL_PREMIUM = SloBudgets(ttft_ns=ms_to_ns(150), tpot_ns=ms_to_ns(40))
+BATCH = SloBudgets(ttft_ns=ms_to_ns(2000), tpot_ns=ms_to_ns(200))
 
 
 def ms(value: float) -> int:
@@ -150,7 +153,7 @@ def test_memory_stays_bounded_while_one_request_waits_for_ever() -> None:
         tracker.finished(f"r{index}")
     assert tracker.ttft_deadline_ns() == ms(250)
     assert len(tracker._ttft_heap) < 200
-    assert len(tracker._pace_heap) < 200
+    assert len(tracker._paces[BUDGETS.tpot_ns]._heap) < 200
 
 
 # ---- deadlines reduced by predicted time ----------------------------------------------------------
@@ -274,12 +277,13 @@ def test_a_round_equals_a_token_for_each(calls: list[str], chance: random.Random
             decoding.append(name)
         elif call == "end" and decoding:
             decoding.remove(name)
+        budgets = (BUDGETS, PREMIUM, BATCH)[number % 3]
         for tracker in (by_round, one_by_one):
             if call == "end":
                 tracker.finished(name)
                 continue
             if call == "new":
-                tracker.arrived(name, now_ns, 1)
+                tracker.arrived(name, now_ns, 1, budgets)
             tracker.produced(name, now_ns, 5 if call == "several" else 1)
         assert by_round.tpot_deadline_ns() == one_by_one.tpot_deadline_ns()
     assert by_round.tpot_deadline_ns() == one_by_one.tpot_deadline_ns()
@@ -291,15 +295,17 @@ class ScanningTracker:
 
     def __init__(self) -> None:
         self.requests: dict[str, list[int]] = {}  # arrival, first, last, tokens
+        self.budgets: dict[str, SloBudgets] = {}
 
     def ttft_deadline_ns(self) -> int:
-        return min((r[0] + BUDGETS.ttft_ns for r in self.requests.values() if not r[3]), default=NEVER)
+        waiting = {name: r[0] for name, r in self.requests.items() if not r[3]}
+        return min((at_ns + self.budgets[name].ttft_ns for name, at_ns in waiting.items()), default=NEVER)
 
     def tpot_deadline_ns(self) -> int:
         return min(
             (
-                min(r[1] + r[3] * BUDGETS.tpot_ns, r[2] + 2 * BUDGETS.tpot_ns)
-                for r in self.requests.values()
+                min(r[1] + r[3] * self.budgets[name].tpot_ns, r[2] + 2 * self.budgets[name].tpot_ns)
+                for name, r in self.requests.items()
                 if r[3]
             ),
             default=NEVER,
@@ -324,7 +330,10 @@ def test_deadlines_equal_a_full_scan(calls: list[tuple[str, int, int, int]]) -> 
         name = f"r{number}"
         now_ns += elapsed_ns
         if call == "a":
-            tracker.arrived(name, now_ns - elapsed_ns // 2, tokens)
+            budgets = (BUDGETS, PREMIUM, BATCH)[(number + tokens) % 3]
+            tracker.arrived(name, now_ns - elapsed_ns // 2, tokens, budgets)
+            if name not in oracle.requests:
+                oracle.budgets[name] = budgets
             oracle.requests.setdefault(name, [now_ns - elapsed_ns // 2, 0, 0, 0])
         elif call == "p":
             tracker.produced(name, now_ns, tokens)
@@ -336,3 +345,59 @@ def test_deadlines_equal_a_full_scan(calls: list[tuple[str, int, int, int]]) -> 
             oracle.requests.pop(name, None)
         assert tracker.ttft_deadline_ns() == oracle.ttft_deadline_ns()
         assert tracker.tpot_deadline_ns() == oracle.tpot_deadline_ns()
+
+
+# ---- request classes ------------------------------------------------------------------------------
+
+TABLE = SloTable(
+    BUDGETS, {"premium": PREMIUM, "batch": BATCH, "small/": BATCH, "small/premium": SMALL_PREMIUM}
+)
+
+
+@pytest.mark.parametrize(
+    ("slo_class", "model", "budgets"),
+    [
+        ("", "", BUDGETS),
+        ("premium", "", PREMIUM),
+        ("premium", "large", PREMIUM),
+        ("premium", "small", SMALL_PREMIUM),
+        ("batch", "small", BATCH),
+        ("", "small", BATCH),
+        ("unknown", "small", BATCH),
+        ("unknown", "", BUDGETS),
+        ("small/premium", "", BUDGETS),
+        ("", "premium", BUDGETS),
+    ],
+)
+def test_budgets_by_class_and_model(slo_class: str, model: str, budgets: SloBudgets) -> None:
+    assert TABLE.budgets(slo_class, model) == budgets
+
+
+def test_only_configured_classes_are_known() -> None:
+    known = [
+        name for name in ("", "premium", "batch", "small", "small/premium", "Premium") if TABLE.knows(name)
+    ]
+    assert known == ["premium", "batch"]
+    assert not SloTable(BUDGETS).knows("premium")
+
+
+def test_an_arrival_may_be_of_the_most_demanding_class() -> None:
+    assert SloTable(BUDGETS).tightest_ttft_ns == ms(250)
+    assert TABLE.tightest_ttft_ns == ms(100)
+
+
+def test_a_demanding_request_makes_the_deadlines_and_a_patient_one_does_not() -> None:
+    tracker = tracker_with("default")
+    tracker.arrived("batch", 0, 10, BATCH)
+    assert tracker.ttft_deadline_ns() == ms(250)
+    tracker.arrived("premium", ms(20), 10, PREMIUM)
+    assert tracker.ttft_deadline_ns() == ms(120)
+    for name in ("default", "batch", "premium"):
+        tracker.produced(name, ms(100), 1)
+    assert tracker.tpot_deadline_ns() == ms(130)
+    tracker.finished("premium")
+    assert tracker.tpot_deadline_ns() == ms(160)
+    tracker.finished("default")
+    assert (tracker.tpot_deadline_ns(), tracker.decoding) == (ms(300), 1)
+    tracker.finished("batch")
+    assert (tracker.tpot_deadline_ns(), tracker.decoding) == (NEVER, 0)

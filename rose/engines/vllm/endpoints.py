@@ -22,7 +22,7 @@ from vllm.version import __version__ as vllm_version
 from rose import __version__
 from rose.boards import WatchedBoard
 from rose.core.readings import GatePolicy, ReplicaReading, SlackReading, Unknown
-from rose.engines.vllm.settings import PluginSettings
+from rose.engines.vllm.settings import PluginSettings, read_token
 from rose.errors import ConfigError
 
 _POLL_S = (0.002, 0.02)
@@ -65,7 +65,7 @@ class RoseEndpoints:
                 "take `rose` out of VLLM_PLUGINS, or start the engine with rose.engines.vllm.launch",
             )
         self._settings = settings
-        self._token = _read_token(Path(settings.token_file))
+        self._token = read_token(Path(settings.token_file))
         self._bell = GateBell(settings)
         self._updating: asyncio.Task[Response] | None = None
         self._engine: Any = None
@@ -266,16 +266,6 @@ class BellMiddleware:
             await self._app(scope, receive, send)
         finally:
             loop.call_later(_AFTER_S, self._bell.ring)
-
-
-def _read_token(path: Path) -> bytes:
-    try:
-        token = path.read_bytes().strip()
-    except OSError as error:
-        raise ConfigError(f"{path}: the engines' token cannot be read: {error.strerror}") from None
-    if not token:
-        raise ConfigError(f"{path}: the engines' token is empty")
-    return token
 
 
 async def _decode(request: Request, kind: type[Any]) -> Any:

@@ -68,12 +68,17 @@ def serving_command(
     cpus: Sequence[int] = (),
     api_cpus: Sequence[int] = (),
     profile: str = "",
+    slo_classes: str = "",
+    slo_token_file: str = "",
     shape: EngineShape = DEFAULT_SHAPE,
     device: str = "cpu",
     engine_args: Sequence[str] = (),
     environ: Mapping[str, str] = os.environ,
 ) -> EngineCommand:
-    """A serving engine that publishes its slack; `cpus` are its worker's cores, `api_cpus` all others'."""
+    """A serving engine that publishes its slack; `cpus` are its worker's cores, `api_cpus` all others'.
+
+    `slo_classes` and `slo_token_file` are those of PluginSettings.
+    """
     settings = PluginSettings(
         role="serving",
         name=name,
@@ -84,9 +89,14 @@ def serving_command(
         worker_cpus=_cores(cpus),
         api_cpus=_cores(api_cpus),
         profile_file=profile,
+        slo_classes=slo_classes,
+        slo_token_file=slo_token_file,
     )
     argv = _server(_Server(model, served_name, host, port), shape, device)
-    argv += ["--scheduler-cls", _scheduler("serving", device), *engine_args]
+    argv += ["--scheduler-cls", _scheduler("serving", device)]
+    if slo_classes:
+        argv += ["--middleware", f"{_PACKAGE}.slo_class.SloClassMiddleware"]
+    argv += engine_args
     return EngineCommand(tuple(argv), _environment(settings, len(cpus), device, environ))
 
 

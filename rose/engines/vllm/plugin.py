@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rose.engines.vllm.settings import PluginSettings
+from rose.engines.vllm.slo_class import carry_classes
 from rose.errors import RoseError
 
 TESTED_SERIES = "0.32"
@@ -33,6 +34,8 @@ def register() -> None:
     _register_weight_backend()
     _calm_queue_readers()
     _tell_scheduler_of_weight_versions()
+    if settings.slo_classes:
+        carry_classes()
     if settings.role == "rollout":
         keep_cpu_weights_in_place()
 

@@ -6,6 +6,7 @@ No vLLM import here: rosed writes these, the engine's processes read them.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -13,9 +14,15 @@ from typing import Any, ClassVar, Literal
 import msgspec
 
 from rose.boards import BoardPaths
+from rose.core.slo import SloBudgets, SloTable
 from rose.errors import ConfigError
 from rose.profile import Fingerprint, Profile
 from rose.profile import load as load_profile
+from rose.units import ms_to_ns
+
+_SLO_CLASS = re.compile(
+    r"((?:[^/=,\s]+/)?[A-Za-z0-9][A-Za-z0-9._-]{0,63}|[^/=,\s]+/)=(\d+(?:\.\d+)?)/(\d+(?:\.\d+)?)"
+)
 
 
 class PluginSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -34,6 +41,11 @@ class PluginSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     several devices; empty for a dedicated replica."""
     ttft_slo_ms: float = 250
     tpot_slo_ms: float = 60
+    slo_classes: str = ""
+    """Serving only: budgets of request classes, `name=TTFT/TPOT` in milliseconds, comma-separated; a name may
+    be `adapter/class`, or `adapter/` for an adapter's requests of no class.  See `rose.core.slo.SloTable`."""
+    slo_token_file: str = ""
+    """Serving only: file with the token of callers whose classes are honoured; empty: the engines' own."""
     board_stale_ms: float = 1000
     worker_cpus: str = ""
     """Cores of the worker processes, comma-separated; empty leaves their affinity alone."""
@@ -55,6 +67,30 @@ class PluginSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         An empty name among them is kept: a board that is never there closes the gate, none at all opens it.
         """
         return tuple(self.serving_name.split(",")) if self.serving_name else ()
+
+    @property
+    def slo_table(self) -> SloTable:
+        """Budgets by model and request class.  Raises ConfigError."""
+        default = self._budgets(self.ttft_slo_ms, self.tpot_slo_ms, "ttft_slo_ms and tpot_slo_ms")
+        classes: dict[str, SloBudgets] = {}
+        for text in self.slo_classes.split(",") if self.slo_classes else ():
+            match = _SLO_CLASS.fullmatch(text.strip())
+            if match is None:
+                raise ConfigError(
+                    f"{self.PREFIX}SLO_CLASSES: {text!r} is not a class and its budgets",
+                    "such as premium=100/30, or adapter/premium=100/30: TTFT/TPOT in milliseconds",
+                )
+            name, ttft_ms, tpot_ms = match.groups()
+            if name in classes:
+                raise ConfigError(f"{self.PREFIX}SLO_CLASSES: {name} is there twice")
+            classes[name] = self._budgets(float(ttft_ms), float(tpot_ms), f"slo_classes: {name}")
+        return SloTable(default, classes)
+
+    def _budgets(self, ttft_ms: float, tpot_ms: float, what: str) -> SloBudgets:
+        try:
+            return SloBudgets(ms_to_ns(ttft_ms), ms_to_ns(tpot_ms))
+        except (ValueError, OverflowError) as error:
+            raise ConfigError(f"{self.PREFIX}*: {what}: {error}") from None
 
     @property
     def worker_cores(self) -> frozenset[int]:
@@ -112,6 +148,17 @@ class PluginSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 "start engines with the command that rose.engines.vllm.launch builds",
             )
         return settings
+
+
+def read_token(path: Path) -> bytes:
+    """The token in a file.  Raises ConfigError when there is none."""
+    try:
+        token = path.read_bytes().strip()
+    except OSError as error:
+        raise ConfigError(f"{path}: the engines' token cannot be read: {error.strerror}") from None
+    if not token:
+        raise ConfigError(f"{path}: the engines' token is empty")
+    return token
 
 
 def _cores(field: str, text: str) -> frozenset[int]:

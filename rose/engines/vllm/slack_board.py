@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 
 from rose.boards import BoardWriter
 from rose.core.readings import NEVER, SlackReading
-from rose.core.slo import SlackTracker, SloBudgets
+from rose.core.slo import SlackTracker
 from rose.engines.vllm.neighbours import Neighbours
 from rose.engines.vllm.settings import PluginSettings
 from rose.engines.vllm.step_gate import GateBells
 from rose.profile import Profile
 from rose.units import ms_to_ns
 
-_LEARN_DECODES_EVERY = 4
+_LEARN_DECODES_EVERY = 8
 """One decode step in so many calibrates: neighbouring ones are alike, and each costs some microseconds."""
 _CO_RUNNING_SHARE = 16
 """A step beside which rollout ran for more than one part in so many did not have the device alone."""
@@ -82,14 +82,16 @@ class SlackBoard:
         self._kv_total_blocks = kv_total_blocks
         self._lock = threading.Lock()
         self._last: SlackReading | None = None
-        self.tracker = SlackTracker(
-            SloBudgets(ms_to_ns(settings.ttft_slo_ms), ms_to_ns(settings.tpot_slo_ms)), step_tokens_max
-        )
+        slo = settings.slo_table
+        self._ttft_budget_ns = slo.tightest_ttft_ns
+        self.tracker = SlackTracker(slo.default, step_tokens_max)
         self._steps: deque[_Step] = deque()
         self.overhead_ns = 0
-        """What the plugin cost so far since the latest step began."""
+        """What the plugin cost since the latest step began, while the device waited."""
+        self.deferred_ns = 0
+        """What it cost besides, while the device worked."""
         self.step_start_ns = self.step_end_ns = self.steps = self.busy_ns = 0
-        self.arrivals = self.preemptions = self._step_overhead_ns = 0
+        self.arrivals = self.preemptions = self._step_overhead_ns = self._step_deferred_ns = 0
         beat = threading.Thread(
             target=self._beat, args=(ms_to_ns(settings.board_stale_ms) / 4e9,), name="rose-slack", daemon=True
         )
@@ -102,24 +104,28 @@ class SlackBoard:
         for step in profile.decode:
             self.tracker.observe_step(0, step.load, step.duration_ns)
 
-    def step_began(self, now_ns: int, prompt_tokens: int, decodes: int) -> None:
-        """A step with tokens was scheduled."""
-        self._steps.append(_Step(now_ns, prompt_tokens, decodes, self._neighbours.busy_ns(now_ns)))
-        self.steps += 1
-        self.step_start_ns = now_ns
-        self._step_overhead_ns, self.overhead_ns = self.overhead_ns, 0
+    def neighbours_ns(self, now_ns: int) -> int:
+        """Time that rollout engines had work on the device; for `step_began` and `step_ended`."""
+        return self._neighbours.busy_ns(now_ns)
 
-    def step_ended(self, now_ns: int) -> None:
-        """The oldest step in flight gave its tokens."""
+    def step_began(self, at_ns: int, neighbours_ns: int, prompt_tokens: int, decodes: int) -> None:
+        """A step with tokens was scheduled at `at_ns`."""
+        self._steps.append(_Step(at_ns, prompt_tokens, decodes, neighbours_ns))
+        self.steps += 1
+        self.step_start_ns = at_ns
+        self._step_overhead_ns, self.overhead_ns = self.overhead_ns, 0
+        self._step_deferred_ns, self.deferred_ns = self.deferred_ns, 0
+
+    def step_ended(self, at_ns: int, neighbours_ns: int) -> None:
+        """The oldest step in flight gave its tokens at `at_ns`."""
         if not self._steps:
             return
         step = self._steps.popleft()
-        duration_ns = now_ns - max(step.started_ns, self.step_end_ns)
+        duration_ns = at_ns - max(step.started_ns, self.step_end_ns)
         self.busy_ns += duration_ns
-        self.step_end_ns = now_ns
+        self.step_end_ns = at_ns
         if step.prompt_tokens or self.steps % _LEARN_DECODES_EVERY == 0:
-            beside_ns = self._neighbours.busy_ns(now_ns) - step.neighbours_ns
-            shared = int(_CO_RUNNING_SHARE * beside_ns > duration_ns)
+            shared = int(_CO_RUNNING_SHARE * (neighbours_ns - step.neighbours_ns) > duration_ns)
             self.tracker.observe_step(step.prompt_tokens, step.decodes, duration_ns, co_running=shared)
 
     def publish(self, waiting: int, running: int, kv_free_blocks: int) -> None:
@@ -148,6 +154,8 @@ class SlackBoard:
             slack.prefill_predicted_ns,
             slack.decode_predicted_ns,
             slack.drift_permille,
+            self._ttft_budget_ns,
+            self._step_deferred_ns,
         )
         with self._lock:
             last, self._last = self._last, reading

@@ -1,0 +1,149 @@
+"""vLLM's own schedulers driven without a device: real bookkeeping of real requests, made-up tokens.
+
+For timing and testing what plugins add to a step.  Importing it takes seconds, as it imports vLLM.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm import SamplingParams
+from vllm.engine.arg_utils import EngineArgs
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request
+from vllm.v1.structured_output import StructuredOutputManager
+
+from rose.engines.vllm.settings import PluginSettings
+
+BLOCK_TOKENS = 32
+_TOKEN = 5
+_CONTEXT_TOKENS_MAX = 2048
+
+
+class StepLoop:
+    """One scheduler, called as vLLM's core loop calls it, with `in_flight_max` steps given out at a time.
+
+    `settings` are what the plugin in it finds in its environment, `config` a VllmConfig to share between
+    loops (`engine_config`).
+    """
+
+    def __init__(
+        self,
+        scheduler_cls: type[Any],
+        config: Any,
+        settings: PluginSettings | None = None,
+        *,
+        in_flight_max: int = 1,
+    ) -> None:
+        spec = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=1, dtype=torch.float32)
+        self._hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
+        with _environment(settings.to_environ() if settings is not None else {}):
+            self.scheduler = scheduler_cls(
+                vllm_config=config,
+                kv_cache_config=KVCacheConfig(
+                    num_blocks=config.cache_config.num_gpu_blocks,
+                    kv_cache_tensors=[],
+                    kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
+                ),
+                structured_output_manager=StructuredOutputManager(config),
+                block_size=BLOCK_TOKENS,
+                hash_block_size=BLOCK_TOKENS,
+                log_stats=False,
+            )
+        self.in_flight: deque[Any] = deque()
+        self._in_flight_max = in_flight_max
+        self.device: Callable[[], None] = lambda: None
+        """Called while the device is at work: sleep here to let it take its time."""
+        self.tokens: dict[str, int] = {}
+        """Tokens that each request was given so far."""
+
+    def add(
+        self,
+        request_id: str,
+        prompt: list[int],
+        tokens_max: int,
+        trace_headers: dict[str, str] | None = None,
+    ) -> None:
+        """A request arrives."""
+        request = Request(
+            request_id=request_id,
+            prompt_token_ids=prompt,
+            sampling_params=SamplingParams(max_tokens=tokens_max, temperature=0, ignore_eos=True),
+            pooling_params=None,
+            arrival_time=time.time(),
+            trace_headers=trace_headers,
+            block_hasher=self._hasher,
+        )
+        self.scheduler.add_request(request)
+
+    def step(self) -> Any:
+        """Schedule a step and, once as many are in flight as may be, end the oldest; answers its outputs."""
+        output = self.scheduler.schedule()
+        self.scheduler.get_grammar_bitmask(output)
+        self.in_flight.append(output)
+        self.device()
+        if len(self.in_flight) < self._in_flight_max and output.total_num_scheduled_tokens:
+            return {}
+        return self.end_oldest()
+
+    def end_oldest(self) -> Any:
+        """The oldest step in flight gives a token to each of its requests whose prompt is done."""
+        output = self.in_flight.popleft()
+        ids = list(output.num_scheduled_tokens)
+        sampled = [[_TOKEN] if self._samples(each) else [] for each in ids]
+        result = ModelRunnerOutput(
+            req_ids=ids,
+            req_id_to_index={each: index for index, each in enumerate(ids)},
+            sampled_token_ids=sampled,
+        )
+        outputs = self.scheduler.update_from_output(output, result)
+        for client_outputs in outputs.values():
+            for each in client_outputs.outputs:
+                self.tokens[each.request_id] = self.tokens.get(each.request_id, 0) + len(each.new_token_ids)
+        return outputs
+
+    def _samples(self, request_id: str) -> bool:
+        request = self.scheduler.requests.get(request_id)
+        return request is not None and not request.is_prefill_chunk
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """These variables besides those there are."""
+    before = dict(os.environ)
+    os.environ |= variables
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ |= before
+
+
+def engine_config(
+    model: Path, *, sequences_max: int = 64, kv_blocks: int = 4200, asynchronous: bool = False
+) -> Any:
+    """A VllmConfig for `StepLoop`, of a checkpoint directory whose weights are never read."""
+    init_none_hash(sha256)
+    config = EngineArgs(
+        model=str(model),
+        enforce_eager=True,
+        max_model_len=_CONTEXT_TOKENS_MAX,
+        block_size=BLOCK_TOKENS,
+        max_num_seqs=sequences_max,
+        max_num_batched_tokens=512,
+        num_gpu_blocks_override=kv_blocks,
+        enable_prefix_caching=True,
+    ).create_engine_config()
+    config.cache_config.num_gpu_blocks = kv_blocks
+    config.scheduler_config.async_scheduling = asynchronous
+    return config

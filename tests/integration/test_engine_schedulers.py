@@ -1,0 +1,153 @@
+"""Both schedulers on vLLM's own bookkeeping, without a device: every step under the test's control."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rose.boards import BoardPaths, BoardReader
+from rose.core.readings import NEVER, SlackReading, Unknown
+from rose.engines.vllm.settings import PluginSettings
+from rose.engines.vllm.slo_class import HEADER
+from rose.units import ms_to_ns
+
+pytestmark = pytest.mark.engine
+
+MS = ms_to_ns(1)
+CLASSES = "premium=100/30,batch=2000/200"
+
+
+@pytest.fixture(scope="module")
+def configs(demo_models: Any) -> dict[str, Any]:
+    """VllmConfigs of an engine with one step in flight, and of one that schedules ahead."""
+    from rose_daemon.bench.step_loop import engine_config  # noqa: PLC0415 (imports vLLM)
+
+    return {
+        "sync": engine_config(demo_models.serving, sequences_max=8, kv_blocks=65),
+        "async": engine_config(demo_models.serving, sequences_max=8, kv_blocks=65, asynchronous=True),
+    }
+
+
+def settings(run_dir: Path, **more: Any) -> PluginSettings:
+    given = {"role": "serving", "name": "s", "run_dir": str(run_dir), "token_file": "/t"}
+    return PluginSettings(**(given | more))
+
+
+class Serving:
+    """A serving scheduler and its board."""
+
+    def __init__(self, configs: dict[str, Any], run_dir: Path, kind: str = "sync", **more: Any) -> None:
+        from rose_daemon.bench.step_loop import StepLoop  # noqa: PLC0415
+
+        from rose.engines.vllm import serving_scheduler  # noqa: PLC0415 (imports vLLM)
+
+        classes = {"sync": "ServingScheduler", "async": "ServingAsyncScheduler"}
+        scheduler_cls = getattr(serving_scheduler, classes[kind])
+        in_flight_max = {"sync": 1, "async": 2}[kind]
+        self.loop = StepLoop(
+            scheduler_cls, configs[kind], settings(run_dir, **more), in_flight_max=in_flight_max
+        )
+        self.paths = BoardPaths(run_dir)
+
+    def read(self) -> SlackReading:
+        record = BoardReader(self.paths.slack("s"), SlackReading).read()
+        assert not isinstance(record, Unknown)
+        return record
+
+    def until_idle(self) -> None:
+        for _ in range(200):
+            if not (self.loop.scheduler.has_requests() or self.loop.in_flight):
+                return
+            if self.loop.scheduler.has_requests():
+                self.loop.step()
+            else:
+                self.loop.end_oldest()
+        raise AssertionError("requests never end")
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_the_board_follows_requests_to_their_end(configs: dict[str, Any], run_dir: Path, kind: str) -> None:
+    serving = Serving(configs, run_dir, kind)
+    assert (serving.read().waiting, serving.read().running) == (0, 0)
+    for number in range(3):
+        serving.loop.add(f"r{number}", list(range(20 + number)), 12)
+    arrived = serving.read()
+    assert (arrived.waiting, arrived.running, arrived.pending_prefill_tokens) == (3, 0, 63)
+    assert arrived.ttft_deadline_ns != NEVER
+    in_steps = []
+    serving.loop.device = lambda: in_steps.append(serving.read())
+    for _ in range(4):
+        serving.loop.step()
+    during = in_steps[-1]
+    assert (during.waiting, during.running, during.in_step) == (0, 3, 1)
+    assert (during.ttft_deadline_ns, during.pending_prefill_tokens) == (NEVER, 0)
+    assert during.tpot_deadline_ns < time.monotonic_ns() + 120 * MS
+    serving.until_idle()
+    assert serving.loop.tokens == {"r0": 12, "r1": 12, "r2": 12}
+    after = serving.read()
+    assert (after.waiting, after.running, after.in_step) == (0, 0, 0)
+    assert (after.ttft_deadline_ns, after.tpot_deadline_ns) == (NEVER, NEVER)
+    assert after.steps == 12
+    assert after.kv_used_blocks == 0
+    assert 0 < after.overhead_ns < NEVER
+    assert 0 < after.deferred_ns < NEVER
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_what_is_not_published_yet_only_makes_the_gate_more_careful(
+    configs: dict[str, Any], run_dir: Path, kind: str
+) -> None:
+    """Between the end of a step and the begin of the next the board may lag, but never towards open."""
+    serving = Serving(configs, run_dir, kind)
+    scheduler = serving.loop.scheduler
+    for number in range(3):
+        serving.loop.add(f"r{number}", list(range(20 + number)), 3 + 4 * number)
+    while scheduler.has_requests():
+        serving.loop.step()
+        lagging = serving.read()
+        assert lagging.running >= len(scheduler.running)
+        scheduler._rose_settle()
+        exact = serving.read()
+        if lagging.ttft_deadline_ns == NEVER:  # otherwise it is closed, whatever decodes bear
+            assert lagging.tpot_deadline_ns <= exact.tpot_deadline_ns
+        assert lagging.ttft_deadline_ns <= exact.ttft_deadline_ns
+        assert lagging.pending_prefill_tokens >= exact.pending_prefill_tokens
+        if not exact.running:
+            assert lagging[1:] == exact[1:]  # idle is told at once
+
+
+def test_an_abort_is_seen_at_once(configs: dict[str, Any], run_dir: Path) -> None:
+    from vllm.v1.request import RequestStatus  # noqa: PLC0415
+
+    serving = Serving(configs, run_dir)
+    serving.loop.add("a", list(range(20)), 50)
+    serving.loop.step()
+    serving.loop.step()
+    assert serving.read().running == 1
+    serving.loop.scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
+    after = serving.read()
+    assert (after.running, after.tpot_deadline_ns, after.kv_used_blocks) == (0, NEVER, 0)
+
+
+def test_each_request_is_held_to_the_budgets_of_its_class(configs: dict[str, Any], run_dir: Path) -> None:
+    serving = Serving(configs, run_dir, slo_classes=CLASSES)
+    assert serving.read().ttft_budget_ns == 100 * MS
+    began_ns = time.monotonic_ns()
+    serving.loop.add("batch", list(range(20)), 50, {HEADER: "batch"})
+    assert serving.read().ttft_deadline_ns > began_ns + 1000 * MS
+    serving.loop.add("default", list(range(21)), 50)
+    assert began_ns + 100 * MS < serving.read().ttft_deadline_ns < time.monotonic_ns() + 250 * MS
+    serving.loop.add("premium", list(range(22)), 3, {HEADER: "premium"})
+    assert serving.read().ttft_deadline_ns < time.monotonic_ns() + 100 * MS
+    for tpot_ms, tokens in ((30, 3), (60, 6)):
+        while serving.loop.tokens.get("default", 0) < tokens:
+            serving.loop.step()
+            serving.loop.scheduler._rose_settle()
+            if serving.loop.tokens["default"] < tokens:
+                reading = serving.read()
+                assert reading.tpot_deadline_ns <= reading.step_end_ns + 2 * tpot_ms * MS
+    reading = serving.read()
+    assert reading.tpot_deadline_ns > reading.step_end_ns + 60 * MS  # the demanding one is gone
