@@ -23,7 +23,7 @@ CLASSES = "premium=100/30,batch=2000/200"
 @pytest.fixture(scope="module")
 def configs(demo_models: Any) -> dict[str, Any]:
     """VllmConfigs of an engine with one step in flight, and of one that schedules ahead."""
-    from rose_daemon.bench.step_loop import engine_config  # noqa: PLC0415 (imports vLLM)
+    from rose.engines.vllm.step_loop import engine_config  # noqa: PLC0415 (imports vLLM)
 
     return {
         "sync": engine_config(demo_models.serving, sequences_max=8, kv_blocks=65),
@@ -40,9 +40,8 @@ class Serving:
     """A serving scheduler and its board."""
 
     def __init__(self, configs: dict[str, Any], run_dir: Path, kind: str = "sync", **more: Any) -> None:
-        from rose_daemon.bench.step_loop import StepLoop  # noqa: PLC0415
-
         from rose.engines.vllm import serving_scheduler  # noqa: PLC0415 (imports vLLM)
+        from rose.engines.vllm.step_loop import StepLoop  # noqa: PLC0415
 
         classes = {"sync": "ServingScheduler", "async": "ServingAsyncScheduler"}
         scheduler_cls = getattr(serving_scheduler, classes[kind])
