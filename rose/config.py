@@ -169,7 +169,9 @@ class SchedulerConfig(_Section, frozen=True):
     """rose-scheduler and its gateway."""
 
     control: str = "tcp://127.0.0.1:7701"
-    """ZMQ address that nodes connect to.  Other than loopback is refused until CURVE is configured."""
+    """ZMQ address that nodes connect to.  Any address but loopback needs curve_dir."""
+    curve_dir: str = ""
+    """Directory with this host's CURVE keys (`rose keys`), on the scheduler's host and on nodes."""
     gateway_host: str = "127.0.0.1"
     """Address the gateway listens on."""
     gateway_port: int = 7700

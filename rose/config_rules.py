@@ -153,8 +153,9 @@ def _check_addresses(config: Config, refuse: _Refuse) -> None:
     if control is None or not (control.scheme == "ipc" or (control.scheme == "tcp" and control.port)):
         why = f"{scheduler.control!r} is not a ZMQ address"
         refuse("scheduler.control", why, "such as tcp://127.0.0.1:7701")
-    if control.scheme == "tcp" and not is_loopback(control.hostname or ""):
-        refuse("scheduler.control", f"{control.hostname} is not loopback, and CURVE is not configured")
+    if control.scheme == "tcp" and not is_loopback(control.hostname or "") and not scheduler.curve_dir:
+        hint = "set scheduler.curve_dir to keys made by `rose keys`"
+        refuse("scheduler.control", f"{control.hostname} is not loopback", hint)
     if not is_loopback(scheduler.gateway_host) and not scheduler.token_file:
         refuse(
             "scheduler.gateway_host", f"{scheduler.gateway_host} is not loopback", "set scheduler.token_file"

@@ -47,6 +47,7 @@ _SUMMARY = {
     "version": "Show the versions of ROSE and of what it runs on.",
     "scheduler": "Run rose-scheduler with its gateway.",
     "relay": "Run the relay that weight versions go through.",
+    "keys": "Make keys for the control plane between hosts.",
     "demo": "Run the whole system on this machine and report.",
     "bench": "Measure: co-serving, weight deltas.",
     "profile": "Measure how long the steps of a model take on this host.",

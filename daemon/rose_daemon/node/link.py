@@ -13,7 +13,8 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Callable, Sequence
-from urllib.parse import urlsplit
+from contextlib import suppress
+from pathlib import Path
 
 import msgspec
 import structlog
@@ -22,10 +23,10 @@ import zmq.asyncio
 
 from rose import wire
 from rose.config import Config
-from rose.config_rules import is_loopback
 from rose.core.events import NodeEvent, ReplicaReport, SchedulerConnected, SchedulerLost, StepBegan
 from rose.errors import ConfigError
 from rose.units import NS_PER_MS, NS_PER_S, ReplicaId
+from rose_daemon.curve import require_private, secure_node
 
 _BACKOFF_S = (0.25, 2.0)
 """First and longest wait between two registrations."""
@@ -47,7 +48,8 @@ class SchedulerLink:
         clock_ns: Callable[[], int],
     ) -> None:
         self.address = config.scheduler.control
-        _refuse_open_network(self.address)
+        require_private(self.address, config.scheduler.curve_dir)
+        self._curve_dir = config.scheduler.curve_dir
         self._node = config.node.id
         self._heartbeat_s = config.node.heartbeat_ms / 1000
         self._silence_ns = round(
@@ -114,6 +116,13 @@ class SchedulerLink:
         connection.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS[0])
         connection.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MS[1])
         connection.setsockopt(zmq.LINGER, 0)
+        if self._curve_dir:
+            try:
+                secure_node(connection, Path(self._curve_dir))
+            except ConfigError:
+                connection.close()
+                self._context.term()
+                raise
         connection.connect(self.address)
         return connection
 
@@ -145,6 +154,14 @@ class SchedulerLink:
             await self._socket.send(wire.pack(message), flags=zmq.NOBLOCK)
         except zmq.Again:
             log.debug("message dropped", code="scheduler_unreachable", kind=type(message).__name__)
+            self._knock_again()
+
+    def _knock_again(self) -> None:
+        """ZMQ gives up on a peer that refused our key, as a scheduler does that has not been given it yet."""
+        if self._curve_dir:
+            with suppress(zmq.ZMQError):  # ENOENT: it has given up
+                self._socket.disconnect(self.address)
+            self._socket.connect(self.address)
 
     async def _listen(self) -> None:
         while True:
@@ -196,10 +213,3 @@ class SchedulerLink:
         self.turns_in_flight = {}
         self.leases.clear()
         self._emit(SchedulerLost())
-
-
-def _refuse_open_network(address: str) -> None:
-    """Messages are not encrypted: anything but this host is refused, however the address got here."""
-    parts = urlsplit(address)
-    if parts.scheme == "tcp" and not is_loopback(parts.hostname or ""):
-        raise ConfigError(f"{address} is not loopback, and CURVE is not configured")

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from urllib.parse import urlsplit
+from pathlib import Path
 
 import msgspec
 import structlog
 import zmq
 import zmq.asyncio
 
-from rose.config_rules import is_loopback
 from rose.core.cluster import ClusterMachine
 from rose.core.effects import ClusterEffect, GrantLease, RevokeLease, TellStep
 from rose.core.events import ClusterEvent, NodeHeartbeat, NodeLeft, NodeRegistered
@@ -33,27 +32,13 @@ from rose.wire import (
     pack,
     unpack_to_scheduler,
 )
+from rose_daemon.curve import Nodes, require_private
 from rose_daemon.scheduler.telemetry import Telemetry
 
 _QUEUE_MESSAGES = 1000
+_KEYS_EVERY_S = 5.0
 
 log = structlog.get_logger()
-
-
-def require_loopback(address: str) -> None:
-    """Refuse an address that other hosts can reach, as messages are not encrypted.  Raises ConfigError."""
-    parts = urlsplit(address)
-    if parts.scheme == "ipc" and parts.path:
-        return
-    try:
-        usable = parts.scheme == "tcp" and parts.port is not None and is_loopback(parts.hostname or "")
-    except ValueError:
-        usable = False
-    if not usable:
-        raise ConfigError(
-            f"scheduler.control: {address!r} is not a loopback address",
-            "use tcp://127.0.0.1:<port>; other hosts need CURVE, which is not implemented yet",
-        )
 
 
 class NodeLink:
@@ -67,8 +52,10 @@ class NodeLink:
         feed: Callable[[ClusterEvent], None],
         *,
         telemetry: Telemetry,
+        curve_dir: str = "",
     ) -> None:
-        require_loopback(address)
+        """Listen on `address`; `curve_dir` "" means without CURVE.  Raises RoseError."""
+        require_private(address, curve_dir)
         self._scheduler = scheduler
         self._machine = machine
         self._feed = feed
@@ -83,10 +70,17 @@ class NodeLink:
         self._socket.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES_MAX)
         # A node that reconnects under its old identity takes over from the dead connection.
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self._allowed: Nodes | None = None
         try:
+            if curve_dir:
+                self._allowed = Nodes(Path(curve_dir), self._context)
+                self._allowed.secure(self._socket)
             self._socket.bind(address)
+        except ConfigError:
+            self.close()
+            raise
         except zmq.ZMQError as error:
-            self._context.destroy(linger=0)
+            self.close()
             raise RoseError(
                 f"scheduler.control: cannot listen on {address}: {error}",
                 "is another scheduler running? Set [scheduler] control to a free port",
@@ -95,18 +89,37 @@ class NodeLink:
 
     async def run(self) -> None:
         """Take in messages until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            if self._allowed is not None:
+                group.create_task(self._keep_keys_fresh(self._allowed))
+            while True:
+                frames = await self._socket.recv_multipart(copy=False)
+                identity = frames[0].bytes
+                try:
+                    message = unpack_to_scheduler(frames[-1].bytes)
+                except msgspec.DecodeError as error:
+                    self._complain(identity, "garbage_message", str(error))
+                    continue
+                if self._allowed is not None and (node := self._allowed.node_of(frames[-1])) != message.node:
+                    text = f"the key of node {node} speaks as {message.node}; dropped"
+                    self._complain(identity, "node_impostor", text)
+                    continue
+                self._receive(identity, message)
+
+    @staticmethod
+    async def _keep_keys_fresh(allowed: Nodes) -> None:
+        """A node's key counts soon after its file came or went, without a restart."""
         while True:
-            frames = await self._socket.recv_multipart()
-            identity = frames[0]
+            await asyncio.sleep(_KEYS_EVERY_S)
             try:
-                message = unpack_to_scheduler(frames[-1])
-            except msgspec.DecodeError as error:
-                self._complain(identity, "garbage_message", str(error))
-                continue
-            self._receive(identity, message)
+                allowed.refresh()
+            except ConfigError as error:
+                log.warning("curve_keys_unreadable", text=error.what)
 
     def close(self) -> None:
         """Close the socket."""
+        if self._allowed is not None:
+            self._allowed.close()
         self._context.destroy(linger=0)
 
     def perform(self, effect: ClusterEffect) -> None:

@@ -22,11 +22,12 @@ from rose.core.effects import ClusterEffect, DispatchTurn, FailTurn, StopTurn
 from rose.errors import ConfigError, RoseError
 from rose.units import JobId
 from rose_daemon import sdnotify
+from rose_daemon.curve import require_private
 from rose_daemon.scheduler.dispatch import Dispatcher
 from rose_daemon.scheduler.driver import ClusterDriver, settings_of
 from rose_daemon.scheduler.gateway import Gateway
 from rose_daemon.scheduler.jobs import JobDesk
-from rose_daemon.scheduler.nodes import NodeLink, require_loopback
+from rose_daemon.scheduler.nodes import NodeLink
 from rose_daemon.scheduler.output import Answer
 from rose_daemon.scheduler.server import IDLE_TIMEOUT_S, ControlApi, Sources, build_app
 from rose_daemon.scheduler.store import Store
@@ -46,7 +47,7 @@ def check(config: SchedulerConfig) -> str:
 
     Raises ConfigError.
     """
-    require_loopback(config.control)
+    require_private(config.control, config.curve_dir)
     token = ""
     if config.token_file:
         try:
@@ -79,7 +80,12 @@ class Scheduler:
         self.driver = ClusterDriver(settings_of(config), self.store, self.telemetry)
         try:
             self.nodes = NodeLink(
-                config.control, self.id, self.driver.machine, self.driver.feed, telemetry=self.telemetry
+                config.control,
+                self.id,
+                self.driver.machine,
+                self.driver.feed,
+                telemetry=self.telemetry,
+                curve_dir=config.curve_dir,
             )
         except RoseError:
             self.store.close()
