@@ -78,6 +78,8 @@ class DeviceConfig(_Section, frozen=True):
     """`cpu` or `cuda`."""
     id: str = "cpu-0"
     """Name of the device, unique in the cluster: at most one job borrows it."""
+    gpu: str = ""
+    """UUID (`GPU-...`, `MIG-...`), PCI address or index of the GPU (kind cuda); empty means the only one."""
     cpus: tuple[int, ...] = (0,)
     """Cores the engines' workers share (kind cpu)."""
     memory_bytes: int = 0

@@ -138,7 +138,7 @@ class AdmissionGate:
         if policy is None:
             return Admission(0, NEVER, GateReason.POLICY_UNKNOWN)
         if policy.mode == GateMode.CLOSED:
-            return Admission(0, NEVER, GateReason.CLOSED_BY_OPERATOR)
+            return Admission(0, NEVER, _closed_reason(policy))
         reason = GateReason.OPEN_FORCED if policy.mode == GateMode.OPEN else GateReason.OPEN_IDLE
         return Admission(self._policy_cap(policy), NEVER, reason)
 
@@ -168,10 +168,16 @@ def _arrival_budget_ns(slack: SlackReading, policy: GatePolicy) -> int:
     return min(policy.ttft_slo_ns, budget_ns) if budget_ns > 0 else policy.ttft_slo_ns
 
 
+def _closed_reason(policy: GatePolicy) -> GateReason:
+    """Why rosed closed the gate; a reason of a later release counts as the operator's."""
+    known = policy.closed_reason in GateReason._value2member_map_
+    return GateReason(policy.closed_reason) if known else GateReason.CLOSED_BY_OPERATOR
+
+
 def _why_policy_forbids(policy: GatePolicy, now_ns: int) -> Admission | None:
     """The closed answer that holds whatever serving does, or None."""
     if policy.mode == GateMode.CLOSED:
-        return Admission(0, NEVER, GateReason.CLOSED_BY_OPERATOR)
+        return Admission(0, NEVER, _closed_reason(policy))
     if policy.alive_until_ns <= now_ns:
         return Admission(0, NEVER, GateReason.ROSED_GONE)
     if policy.alive_until_ns - now_ns > LEASE_NS_MAX:

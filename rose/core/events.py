@@ -43,6 +43,19 @@ class MemoryObserved(Event, frozen=True):
     serving_bytes: int | Unknown
     free_bytes: int | Unknown
     total_bytes: int | Unknown
+    attributed: bool = True
+    """False where the serving engine's processes were not found: then all use is charged to it."""
+
+
+class DeviceObserved(Event, frozen=True):
+    """The health of the shared device."""
+
+    trouble: str
+    """A stable code (`gpu_lost`, `gpu_access_lost`, `mps_recovering`, ...); empty: none is known of."""
+    drains: bool = False
+    """It is gone for good: replicas on it are drained."""
+    advice: str = ""
+    """What an operator can do."""
 
 
 class EngineStarted(Event, frozen=True):
@@ -174,10 +187,10 @@ class ShutdownRequested(Event, frozen=True):
 
 
 NodeEvent = (
-    Tick | ServingObserved | ReplicaObserved | MemoryObserved | EngineStarted | EngineReady | EngineExited
-    | VersionAvailable | VersionStaged | VersionStageFailed | UndoReady | WeightsApplied | WeightsRefused
-    | SchedulerConnected | SchedulerLost | StepBegan | ReclaimRequested | GateOverridden | DrainRequested
-    | PinRequested | ShutdownRequested
+    Tick | ServingObserved | ReplicaObserved | MemoryObserved | DeviceObserved | EngineStarted | EngineReady
+    | EngineExited | VersionAvailable | VersionStaged | VersionStageFailed | UndoReady | WeightsApplied
+    | WeightsRefused | SchedulerConnected | SchedulerLost | StepBegan | ReclaimRequested | GateOverridden
+    | DrainRequested | PinRequested | ShutdownRequested
 )  # fmt: skip
 
 

@@ -30,6 +30,8 @@ class HostedReplica:
         self.override: GateMode | None = None
         self.override_tokens = 0
         """Cap that came with the override; 0 if none did."""
+        self.device_closed: GateReason | None = GateReason.MEMORY_UNKNOWN if self.memory else None
+        """Why the shared device forbids rollout; nothing is known of it before the first reading."""
         self.retired = False
         """The node is shutting down."""
         self.revision = 0
@@ -46,12 +48,13 @@ class HostedReplica:
         """What the gate is told.
 
         A dedicated replica harms nobody: always open, unless the operator says otherwise.  Beside serving
-        the gate is closed for a replica of no use: failed, ending, or drained with nothing left in flight.
+        the gate is closed for a replica of no use (failed, ending, or drained with nothing left in flight),
+        and, whatever the operator says, while the device's memory is unknown or the device is in trouble.
         """
         if self.memory is None:
             return GateMode.OPEN if self.override is None else self.override
         useless = self.retired or self.life.state in {ReplicaState.FAILED, ReplicaState.STOPPING}
-        if useless or (self.life.draining and self._idle):
+        if useless or (self.life.draining and self._idle) or self.device_closed is not None:
             return GateMode.CLOSED
         return self._node.gate_mode if self.override is None else self.override
 
@@ -72,6 +75,7 @@ class HostedReplica:
             ttft_slo_ns=self._node.ttft_slo_ns,
             tpot_slo_ns=self._node.tpot_slo_ns,
             margin_ns=self._node.margin_ns,
+            closed_reason=self.device_closed or GateReason.CLOSED_BY_OPERATOR,
         )
         if policy == self.published:
             return []

@@ -12,7 +12,8 @@ memory to come back, and a reading taken after that still shows less than the he
 are spaced by the same rule, down to the minimum.
 
 An RL step thaws.  The budget then grows by what the next known reading shows to be free beyond the
-headroom: never on an unknown reading, never on one from before the thaw.
+headroom: never on an unknown reading, never on one from before the thaw, never on one that cannot tell
+serving's bytes from others.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ class MemoryReading(msgspec.Struct, frozen=True):
     serving_bytes: int | Unknown
     free_bytes: int | Unknown
     total_bytes: int | Unknown
+    attributed: bool = True
+    """False where it is not known which bytes are the serving engine's: then no budget grows."""
 
     def headroom_bytes(self, share: float) -> int | Unknown:
         """Bytes to keep free for serving: `share` of the device."""
@@ -121,7 +124,7 @@ class MemoryPolicy:
             return None
         if spare < 0:
             return self._cut("headroom_entered") if self._may_cut(now_ns) else None
-        if self._grow_due and self.total_blocks:
+        if self._grow_due and self.total_blocks and reading.attributed:
             assert self.state is MemoryState.NORMAL, self.state
             self._grow_due = False
             self._grow(spare)

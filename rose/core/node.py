@@ -17,6 +17,7 @@ from typing import assert_never
 
 from rose.core.effects import NodeEffect, PullVersion, ReportNow, Say
 from rose.core.events import (
+    DeviceObserved,
     DrainRequested,
     EngineExited,
     EngineReady,
@@ -44,11 +45,10 @@ from rose.core.events import (
 from rose.core.hosted import HostedReplica
 from rose.core.invariants import check_effects, check_node, snapshot
 from rose.core.lifecycle import Phase, ReplicaState
-from rose.core.memory import MemoryReading
 from rose.core.nodeview import NodeSettings, NodeView, UnknownSignal
-from rose.core.readings import GateMode, Unknown
+from rose.core.readings import GateMode
 from rose.core.shelf import Staged, VersionShelf
-from rose.core.watch import NOTHING_READ, Edges, ServingWatch, unknown_signal
+from rose.core.watch import DeviceWatch, Edges, ServingWatch, unknown_signal
 from rose.units import NS_PER_S, JobId, ReplicaId, WeightVersion
 
 _USABLE = {ReplicaState.READY, ReplicaState.UPDATING, ReplicaState.DRAINING}
@@ -71,7 +71,8 @@ class NodeMachine:
         self._rl_step = 0
         self._required_version = WeightVersion(0)
         self._serving = ServingWatch(settings.serving)
-        self._device = NOTHING_READ
+        self._device = DeviceWatch(settings)
+        self._lends = any(hosted.memory for hosted in self.replicas.values())
         self._reported: tuple[object, ...] = ()
         self._said = Edges()
 
@@ -93,7 +94,7 @@ class NodeMachine:
         match event:
             case Tick():
                 self._begun = True
-            case ServingObserved() | MemoryObserved() | ReplicaObserved():
+            case ServingObserved() | MemoryObserved() | DeviceObserved() | ReplicaObserved():
                 effects = self._observe(event)
             case EngineStarted() | EngineReady() | EngineExited():
                 effects = self._engine(event)
@@ -115,17 +116,25 @@ class NodeMachine:
                 assert_never(event)
         return effects
 
-    def _observe(self, event: ServingObserved | MemoryObserved | ReplicaObserved) -> list[NodeEffect]:
+    def _observe(
+        self, event: ServingObserved | MemoryObserved | DeviceObserved | ReplicaObserved
+    ) -> list[NodeEffect]:
         match event:
             case ServingObserved(slack=slack, healthy=healthy):
                 self._serving.observed(slack, healthy)
                 return self._say_serving()
             case MemoryObserved():
-                self._device = MemoryReading(event.serving_bytes, event.free_bytes, event.total_bytes)
-                said = self._say_memory()
+                self._device.memory_observed(event, self._now_ns)
+                said: list[NodeEffect] = []
                 for hosted in self.replicas.values():
-                    said += hosted.memory_observed(self._device, self._now_ns)
+                    said += hosted.memory_observed(self._device.memory(self._now_ns), self._now_ns)
                 return said
+            case DeviceObserved():
+                if self._device.observed(event):
+                    for hosted in self.replicas.values():
+                        if hosted.memory:
+                            hosted.drain(True)
+                return self._device.say(event.advice, self._now_ns) if self._lends else []
             case ReplicaObserved(replica=replica, reading=reading):
                 if (known := self.replicas.get(replica)) is None:
                     return self._stranger(replica)
@@ -284,8 +293,10 @@ class NodeMachine:
 
     def _reconcile(self) -> list[NodeEffect]:
         """Gate policies first (an engine that starts finds its board), then processes, weights, report."""
-        effects: list[NodeEffect] = []
+        effects = self._device.say("", self._now_ns) if self._begun and self._lends else []
         for hosted in self.replicas.values():
+            if hosted.memory:
+                hosted.device_closed = self._device.closes(self._now_ns)
             effects += hosted.publish_gate(self._rl_step, self._now_ns)
         if self._begun and not self._shutting_down:
             for hosted in self.replicas.values():
@@ -329,18 +340,6 @@ class NodeMachine:
         text = f"{state.value}: {reason}; strict gates stay closed"
         return [Say("warning", f"serving_{state.value}", text, name)]
 
-    def _say_memory(self) -> list[NodeEffect]:
-        if not any(hosted.memory for hosted in self.replicas.values()):
-            return []
-        spare = self._device.spare_bytes(self.settings.memory.headroom_share)
-        reason = spare.reason if isinstance(spare, Unknown) else None
-        if not self._said.changed("memory", "", reason):
-            return []
-        if reason is None:
-            return [Say("info", "memory_seen", "device memory can be read again", self.settings.node)]
-        text = f"device memory is unknown ({reason}); KV budgets do not grow"
-        return [Say("warning", "memory_unknown", text, self.settings.node)]
-
     def _stranger(self, replica: ReplicaId) -> list[NodeEffect]:
         if not self._said.changed("replica_unknown", "", replica):
             return []
@@ -364,13 +363,16 @@ class NodeMachine:
 
     def view(self) -> NodeView:
         """What `rose status` shows, as of the latest step."""
-        replicas = tuple(hosted.view(self._device) for hosted in self.replicas.values())
+        device = self._device.memory(self._now_ns)
+        replicas = tuple(hosted.view(device) for hosted in self.replicas.values())
         lent = next((view for view in replicas if view.kind == "opportunistic"), None)
         return NodeView(
             node=self.settings.node,
             job=self.settings.job,
             now_ns=self._now_ns,
-            healthy=self._serving.trouble is None and all(view.state in _USABLE for view in replicas),
+            healthy=self._serving.trouble is None
+            and not self._device.trouble
+            and all(view.state in _USABLE for view in replicas),
             scheduler_session=self._scheduler_session,
             rl_step=self._rl_step,
             required_version=self._required_version,
@@ -383,16 +385,13 @@ class NodeMachine:
             memory=lent.memory if lent else None,
             replicas=replicas,
             unknown=tuple(self._unknown_signals()),
+            device_trouble=self._device.trouble,
         )
 
     def _unknown_signals(self) -> Iterable[UnknownSignal]:
         yield from self._serving.unknown_signals()
-        if any(hosted.memory for hosted in self.replicas.values()):
-            yield from unknown_signal(
-                "memory.serving_bytes", self._device.serving_bytes, "nothing; shown only"
-            )
-            yield from unknown_signal("memory.free_bytes", self._device.free_bytes, "growth of KV budgets")
-            yield from unknown_signal("memory.total_bytes", self._device.total_bytes, "growth of KV budgets")
+        if self._lends:
+            yield from self._device.unknown_signals(self._now_ns)
         for hosted in self.replicas.values():
             name = f"replica.{hosted.settings.replica}"
             yield from unknown_signal(

@@ -46,6 +46,8 @@ class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
     token_cap: int = 512
     margin_ns: int = 5_000_000
     gate_lease_ns: int = 1_000_000_000
+    memory_stale_ns: int = 10_000_000_000
+    """A reading of the device's memory older than this is unknown."""
     memory: MemorySettings = MemorySettings()
     """`block_bytes` in here is replaced by that of each replica."""
     lifecycle: LifecycleSettings = LifecycleSettings()
@@ -188,3 +190,5 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
     """That of the first opportunistic replica."""
     replicas: tuple[ReplicaView, ...]
     unknown: tuple[UnknownSignal, ...]
+    device_trouble: str = ""
+    """What is wrong with the shared device: a stable code."""

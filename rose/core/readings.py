@@ -62,6 +62,10 @@ class GateReason(IntEnum):
     """rosed stopped renewing `GatePolicy.alive_until_ns`."""
     POLICY_UNKNOWN = 22
     CLOCK_JUMPED = 23
+    MEMORY_UNKNOWN = 24
+    """The memory of the shared device cannot be read, so nobody knows what serving needs."""
+    DEVICE_TROUBLE = 25
+    """The shared device is lost, out of reach or recovering; `rose status` says which."""
 
 
 class SlackReading(NamedTuple):
@@ -121,6 +125,8 @@ class GatePolicy(NamedTuple):
     ttft_slo_ns: int
     tpot_slo_ns: int
     margin_ns: int
+    closed_reason: int = GateReason.CLOSED_BY_OPERATOR
+    """Why the mode is CLOSED: a GateReason."""
 
 
 class LimitStatus(IntEnum):

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from rose.core.effects import NodeEffect, Say
+from rose.core.events import DeviceObserved, MemoryObserved
 from rose.core.memory import MemoryReading
-from rose.core.nodeview import ServingState, ServingView, UnknownSignal
-from rose.core.readings import NEVER, SlackReading, Unknown
+from rose.core.nodeview import NodeSettings, ServingState, ServingView, UnknownSignal
+from rose.core.readings import NEVER, GateReason, SlackReading, Unknown
 from rose.units import NS_PER_MS
 
 _NOT_OBSERVED = Unknown("not_observed")
-NOTHING_READ = MemoryReading(_NOT_OBSERVED, _NOT_OBSERVED, _NOT_OBSERVED)
-"""Device memory before the first reading."""
+_NOTHING_READ = MemoryReading(_NOT_OBSERVED, _NOT_OBSERVED, _NOT_OBSERVED)
 
 
 class Edges:
@@ -80,6 +81,76 @@ class ServingWatch:
         if self._name:
             yield from unknown_signal("serving.slack", self._slack, "admission of opportunistic replicas")
             yield from unknown_signal("serving.health", self._healthy, "nothing; serving counts as unknown")
+
+
+class DeviceWatch:
+    """The shared device, as last observed: its memory, and whether anything is wrong with it."""
+
+    def __init__(self, settings: NodeSettings) -> None:
+        self._settings = settings
+        self._memory = _NOTHING_READ
+        self._read_ns = 0
+        self._said = Edges()
+        self.trouble = ""
+
+    def memory_observed(self, event: MemoryObserved, now_ns: int) -> None:
+        """Its memory was read."""
+        self._memory = MemoryReading(
+            event.serving_bytes, event.free_bytes, event.total_bytes, event.attributed
+        )
+        self._read_ns = now_ns
+
+    def memory(self, now_ns: int) -> MemoryReading:
+        """The last reading; unknown once it is too old, as a reader that hangs says nothing."""
+        age_ns = now_ns - self._read_ns
+        if self._memory is _NOTHING_READ or age_ns <= self._settings.memory_stale_ns:
+            return self._memory
+        stale = Unknown("memory_stale", age_ns)
+        return MemoryReading(stale, stale, stale)
+
+    def observed(self, event: DeviceObserved) -> bool:
+        """Its health was judged; whether it is lost from now on, for good."""
+        before, self.trouble = self.trouble, event.trouble
+        return event.drains and event.trouble != before
+
+    def closes(self, now_ns: int) -> GateReason | None:
+        """Why rollout may not use it, or None."""
+        if self.trouble:
+            return GateReason.DEVICE_TROUBLE
+        spare = self.memory(now_ns).spare_bytes(self._settings.memory.headroom_share)
+        return GateReason.MEMORY_UNKNOWN if isinstance(spare, Unknown) else None
+
+    def say(self, advice: str, now_ns: int) -> list[NodeEffect]:
+        """What changed since it was last asked."""
+        node = self._settings.node
+        said: list[NodeEffect] = []
+        if self._said.changed("trouble", "", self.trouble or None):
+            text = f"the shared device is in trouble ({self.trouble}); gates are closed. {advice}".rstrip()
+            said.append(
+                Say("error", self.trouble, text, node)
+                if self.trouble
+                else Say("info", "device_well", "the shared device is well again", node)
+            )
+        spare = self.memory(now_ns).spare_bytes(self._settings.memory.headroom_share)
+        reason = spare.reason if isinstance(spare, Unknown) and spare != _NOT_OBSERVED else None
+        if self._said.changed("memory", "", reason):
+            text = f"device memory is unknown ({reason}); gates are closed and KV budgets do not grow"
+            said.append(
+                Say("warning", "memory_unknown", text, node)
+                if reason
+                else Say("info", "memory_seen", "device memory can be read again", node)
+            )
+        return said
+
+    def unknown_signals(self, now_ns: int) -> Iterable[UnknownSignal]:
+        """Parts of its memory that cannot be read."""
+        memory, blocked = self.memory(now_ns), "admission, growth of KV budgets"
+        yield from unknown_signal("memory.serving_bytes", memory.serving_bytes, "nothing; shown only")
+        yield from unknown_signal("memory.free_bytes", memory.free_bytes, blocked)
+        yield from unknown_signal("memory.total_bytes", memory.total_bytes, blocked)
+        if not memory.attributed:
+            unattributed = Unknown("attribution_unknown")
+            yield from unknown_signal("memory.attribution", unattributed, "growth of KV budgets")
 
 
 def unknown_signal(signal: str, value: object, blocks: str) -> Iterable[UnknownSignal]:

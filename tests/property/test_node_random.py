@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from rose.core.effects import ApplyVersion, NodeEffect, PublishGate, StartEngine
 from rose.core.events import (
+    DeviceObserved,
     DrainRequested,
     EngineExited,
     EngineReady,
@@ -77,7 +78,8 @@ events: st.SearchStrategy[NodeEvent] = st.one_of(
     st.builds(Tick),
     st.builds(ServingObserved, slacks | unknowns, st.booleans() | unknowns),
     st.builds(ReplicaObserved, replicas, boards | unknowns),
-    st.builds(MemoryObserved, amounts, amounts, amounts | st.just(400)),
+    st.builds(MemoryObserved, amounts, amounts, amounts | st.just(400), st.booleans()),
+    st.builds(DeviceObserved, st.sampled_from(["", "", "gpu_lost", "mps_recovering"]), st.booleans()),
     st.builds(EngineStarted, replicas, st.integers(1, 99)),
     st.builds(EngineReady, replicas, versions, st.booleans()),
     st.builds(EngineReady, replicas, versions, st.just(False)),

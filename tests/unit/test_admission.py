@@ -181,3 +181,12 @@ def test_beside_serving_an_open_gate_means_provably_idle(
     if admission.open:
         assert now_ns < policy.alive_until_ns <= now_ns + LEASE_NS_MAX
         assert policy.mode == GateMode.OPEN or (slack.waiting, slack.running, slack.in_step) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("reason", [GateReason.MEMORY_UNKNOWN, GateReason.DEVICE_TROUBLE])
+@pytest.mark.parametrize("slack", [IDLE, None])
+def test_a_gate_that_rosed_closed_says_why(reason: GateReason, slack: SlackReading | None) -> None:
+    policy = STRICT._replace(mode=GateMode.CLOSED, closed_reason=reason)
+    assert gate().decide(slack, policy, NOW_NS) == (0, NEVER, reason)
+    later = policy._replace(closed_reason=999)
+    assert gate().decide(slack, later, NOW_NS).reason is GateReason.CLOSED_BY_OPERATOR

@@ -18,6 +18,7 @@ from rose.core.effects import (
     StopEngine,
 )
 from rose.core.events import (
+    DeviceObserved,
     DrainRequested,
     EngineExited,
     EngineReady,
@@ -79,6 +80,7 @@ def node_settings(**changes: object) -> NodeSettings:
         "ttft_slo_ns": 250 * NS_PER_MS,
         "tpot_slo_ns": 60 * NS_PER_MS,
         "memory": MemorySettings(settle_ns=NS_PER_S),
+        "memory_stale_ns": 1000 * NS_PER_S,
     }
     return NodeSettings(**{**fields, **changes})
 
@@ -211,7 +213,7 @@ def test_news_about_replicas_and_jobs_of_others_is_said_once_and_changes_nothing
 
 def test_policies_differ_by_kind_and_are_published_only_when_they_change() -> None:
     bench = Bench()
-    bench(Tick())
+    bench(MemoryObserved(300, 500, 1000))
     assert bench.policy(OPP).mode == GateMode.STRICT
     assert bench.policy(DED).mode == GateMode.OPEN
     assert bench.policy(OPP).alive_until_ns == bench.now_ns + NS_PER_S
@@ -543,6 +545,81 @@ def test_unknown_memory_is_said_once() -> None:
     assert {signal.reason for signal in bench.view.unknown if "memory" in signal.signal} == {"nvml_missing"}
     bench(MemoryObserved(300, 500, 1000))
     assert bench.said() == ["memory_seen"]
+
+
+@pytest.mark.parametrize("part", ["free_bytes", "total_bytes", "both"])
+@pytest.mark.parametrize("mode", list(GateMode))
+def test_unknown_memory_closes_the_gate_whatever_its_mode(part: str, mode: GateMode) -> None:
+    bench = up(gate_mode=mode)
+    bench(GateOverridden(OPP, int(mode)))
+    why = Unknown("nvml_not_supported")
+    free: int | Unknown = why if part in {"free_bytes", "both"} else 500
+    total: int | Unknown = why if part in {"total_bytes", "both"} else 1000
+    bench(MemoryObserved(300, free, total))
+    published = bench.machine.replicas[OPP].published
+    assert published is not None
+    assert (published.mode, published.closed_reason) == (GateMode.CLOSED, GateReason.MEMORY_UNKNOWN)
+    assert "admission" in next(each.blocks for each in bench.view.unknown if "memory" in each.signal)
+    assert bench.machine.replicas[DED].gate_mode is GateMode.OPEN, "nobody else's memory"
+    bench(MemoryObserved(300, 500, 1000))
+    assert bench.machine.replicas[OPP].gate_mode is mode
+
+
+def test_a_gate_is_closed_before_the_memory_was_ever_read() -> None:
+    bench = Bench()
+    bench(ServingObserved(SLACK, True), Tick())
+    assert bench.policy(OPP).closed_reason == GateReason.MEMORY_UNKNOWN
+    assert bench.said() == [], "starting up is no fault"
+
+
+def test_a_memory_reader_that_hangs_closes_the_gate() -> None:
+    bench = up(memory_stale_ns=5 * NS_PER_S)
+    bench(*[Tick()] * 5)
+    assert not bench.all(PublishGate)
+    bench(Tick())
+    assert bench.policy(OPP).closed_reason == GateReason.MEMORY_UNKNOWN
+    assert bench.said() == ["memory_unknown"]
+    (signal, *_) = [each for each in bench.view.unknown if each.signal == "memory.free_bytes"]
+    assert (signal.reason, signal.age_ms) == ("memory_stale", 6000)
+    bench(MemoryObserved(300, 500, 1000))
+    assert bench.policy(OPP).mode == GateMode.STRICT
+
+
+def test_a_budget_does_not_grow_while_nobody_knows_whose_the_memory_is() -> None:
+    bench = up()
+    bench(ReclaimRequested(OPP, "drill"), bench.board())
+    bench(bench.board(), StepBegan(JOB, 1, WeightVersion(0)))
+    for _ in range(3):
+        bench(MemoryObserved(700, 1000, 1000, attributed=False))
+        assert bench.view.memory is not None
+        assert bench.view.memory.budget_blocks == 50
+    assert bench.machine.replicas[OPP].gate_mode is GateMode.STRICT, "what is free is known"
+    assert [each.reason for each in bench.view.unknown if each.signal == "memory.attribution"]
+    bench(MemoryObserved(300, 1000, 1000))
+    assert bench.view.memory.budget_blocks == 100
+
+
+def test_trouble_of_the_device_closes_the_gate_and_is_said_once() -> None:
+    bench = up()
+    trouble = DeviceObserved("gpu_access_lost", advice="recreate the container")
+    bench(trouble, trouble)
+    assert bench.said() == ["gpu_access_lost"]
+    assert bench.policy(OPP).closed_reason == GateReason.DEVICE_TROUBLE
+    assert (bench.view.device_trouble, bench.view.healthy) == ("gpu_access_lost", False)
+    assert bench.replica(OPP).state == "ready", "it may come back"
+    bench(DeviceObserved(""))
+    assert bench.said() == ["device_well"]
+    assert bench.policy(OPP).mode == GateMode.STRICT
+
+
+def test_a_lost_device_drains_what_runs_on_it() -> None:
+    bench = up()
+    bench(DeviceObserved("gpu_lost", drains=True, advice="reboot"))
+    assert (bench.replica(OPP).state, bench.replica(DED).state) == ("draining", "ready")
+    assert bench.all(ReportNow), "the scheduler is told at once"
+    bench(DrainRequested(OPP, False), DeviceObserved("gpu_lost", drains=True))
+    assert bench.replica(OPP).state == "ready", "the operator's word stands"
+    assert bench.machine.replicas[OPP].gate_mode is GateMode.CLOSED
 
 
 def test_reports_carry_what_the_scheduler_routes_by() -> None:

@@ -13,6 +13,7 @@ from rose_daemon.node import engines, journal
 from rose_daemon.node.engine_http import EngineInfo, EngineRefused, EngineUnreachable
 from rose_daemon.node.gates import Gates
 from rose_daemon.node.journal import Journal
+from rose_daemon.node.status import supervisor_line
 
 from rose.boards import BoardPaths, BoardReader
 from rose.config import Config
@@ -178,3 +179,16 @@ async def test_an_engine_whose_board_stays_away_is_given_up(monkeypatch: pytest.
 async def test_another_engine_on_the_port_is_not_ours(answer: EngineInfo | Exception) -> None:
     with pytest.raises(EngineRefused):
         await first_answer(answer)
+
+
+def test_the_service_manager_is_told_what_is_waited_for() -> None:
+    view, waiting, stale = (
+        machine().view(),
+        Unknown("driver_not_loaded"),
+        Unknown("telemetry_stale", 12 * 10**9),
+    )
+    no_driver, hanging = MemoryObserved(waiting, waiting, waiting), MemoryObserved(stale, stale, stale)
+    assert supervisor_line(view, no_driver, lends=True) == "waiting for the driver"
+    assert "telemetry_stale age=12.0s" in supervisor_line(view, hanging, lends=True)
+    assert supervisor_line(view, MemoryObserved(1, 1, 2), lends=True) == "0 of 1 replicas in use"
+    assert supervisor_line(view, no_driver, lends=False) == "0 of 1 replicas in use"

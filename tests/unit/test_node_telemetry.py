@@ -19,10 +19,9 @@ from rose_daemon.node.telemetry import CpuUse, device_memory, kv_used_share, pro
 from rose_daemon.node.warden import parents
 
 from rose.boards import Owner, process_start_ticks
-from rose.config import DeviceConfig
 from rose.core.readings import Unknown
 
-CPU = DeviceConfig(memory_bytes=8 << 30)
+LIMIT_BYTES = 8 << 30
 
 
 def owner(pid: int) -> Owner:
@@ -34,7 +33,7 @@ def test_memory_of_a_process_tree_is_seen() -> None:
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as child:
         assert child.stdout
         child.stdout.readline()
-        observed = device_memory(CPU, owner(child.pid), [])
+        observed = device_memory(LIMIT_BYTES, owner(child.pid), [])
         child.kill()
     assert isinstance(observed.serving_bytes, int)
     assert 64 << 20 <= observed.serving_bytes < 128 << 20
@@ -44,29 +43,22 @@ def test_memory_of_a_process_tree_is_seen() -> None:
 
 
 def test_capacity_is_what_was_configured_and_never_more_than_the_host_has() -> None:
-    assert device_memory(DeviceConfig(memory_bytes=1 << 20), None, []).total_bytes == 1 << 20
+    assert device_memory(1 << 20, None, []).total_bytes == 1 << 20
     host = telemetry.meminfo("MemTotal")
     assert isinstance(host, int)
-    total = device_memory(DeviceConfig(memory_bytes=1 << 60), None, []).total_bytes
+    total = device_memory(1 << 60, None, []).total_bytes
     assert isinstance(total, int)
     assert total <= host
 
 
 def test_a_serving_engine_that_is_gone_is_unknown_and_so_is_what_is_free() -> None:
-    observed = device_memory(CPU, Owner(os.getpid(), 1), [])
+    observed = device_memory(LIMIT_BYTES, Owner(os.getpid(), 1), [])
     assert observed.serving_bytes == Unknown("serving_gone")
     assert observed.free_bytes == Unknown("serving_gone")
 
 
 def test_a_replica_that_is_gone_makes_free_memory_unknown() -> None:
-    assert device_memory(CPU, None, [2**22 + 1]).free_bytes == Unknown("process_gone")
-
-
-def test_nothing_is_claimed_of_a_gpu() -> None:
-    device = DeviceConfig(kind="cuda", id="GPU-1")
-    observed = device_memory(device, owner(os.getpid()), [])
-    assert observed.serving_bytes == observed.free_bytes == observed.total_bytes == Unknown(telemetry.NO_NVML)
-    assert CpuUse(device).sample() == Unknown(telemetry.NO_NVML)
+    assert device_memory(LIMIT_BYTES, None, [2**22 + 1]).free_bytes == Unknown("process_gone")
 
 
 def test_unreadable_meminfo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -78,7 +70,7 @@ def test_unreadable_meminfo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
 
 
 def test_use_of_cores_needs_two_looks() -> None:
-    use = CpuUse(DeviceConfig(cpus=(0,)))
+    use = CpuUse((0,))
     assert use.sample() == Unknown("first_sample")
     share: float | Unknown = Unknown("no_time_passed")
     while isinstance(share, Unknown):

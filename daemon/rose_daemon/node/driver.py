@@ -49,6 +49,7 @@ from rose.weights.relay import Relay
 from rose.weights.store import WeightStore
 from rose_daemon import sdnotify
 from rose_daemon.node import telemetry
+from rose_daemon.node.device import open_device
 from rose_daemon.node.engine_http import EngineClient
 from rose_daemon.node.engines import CommandBuilder, Engines
 from rose_daemon.node.gates import Gates
@@ -56,7 +57,7 @@ from rose_daemon.node.journal import GateEntry, Journal
 from rose_daemon.node.keeper import CopyKeeper
 from rose_daemon.node.link import SchedulerLink
 from rose_daemon.node.settings import node_settings, stop_grace_ns
-from rose_daemon.node.status import Surroundings, status_body
+from rose_daemon.node.status import Surroundings, status_body, supervisor_line
 from rose_daemon.node.telemetry import ServingProbe
 from rose_daemon.node.weights import WeightAgent
 
@@ -106,9 +107,10 @@ class NodeDriver:
         self.weights = WeightAgent(config, relay, self.engines, self.emit, time.monotonic_ns, self.keeper)
         self._session = session
         self._probe = ServingProbe(_NOT_PROBED, _NOT_PROBED)
-        self._cpu = telemetry.CpuUse(config.device)
+        self._device = open_device(config)
         self._utilisation: float | Unknown = _NOT_PROBED
         self._memory = MemoryObserved(_NOT_PROBED, _NOT_PROBED, _NOT_PROBED)
+        self._lent = tuple(each.id for each in config.replicas if each.kind == "opportunistic")
         self._queue: deque[NodeEvent] = deque()
         self._feeding = False
         self._stopping = asyncio.Event()
@@ -252,6 +254,7 @@ class NodeDriver:
             ring.path.unlink(missing_ok=True)
         self._journal.close()
         self._gate_journal.close()
+        await asyncio.to_thread(self._device.close)
 
     async def _tick(self) -> None:
         period_s = self.config.node.tick_ms / 1000
@@ -287,17 +290,22 @@ class NodeDriver:
             self.emit(ReplicaObserved(replica, board.read(now_ns, self._stale_ns)))
 
     async def _watch_memory(self) -> None:
+        told = ""
         while True:
-            self._utilisation = self._cpu.sample()
+            self._utilisation = self._device.utilisation()
             self._memory = await asyncio.to_thread(self._read_memory)
+            self.emit(self._device.health())
             self.emit(self._memory)
+            line = supervisor_line(self.machine.view(), self._memory, bool(self._lent))
+            if line != told:
+                told = line
+                sdnotify.notify(f"STATUS={line}")
             await asyncio.sleep(_MEMORY_PERIOD_S)
 
     def _read_memory(self) -> MemoryObserved:
-        lent = (section.id for section in self.config.replicas if section.kind == "opportunistic")
-        pids = [engine.pid for replica in lent if (engine := self.engines.get(replica))]
+        pids = [engine.pid for replica in self._lent if (engine := self.engines.get(replica))]
         serving = self._slack.owner if self.config.serving.url else None
-        return telemetry.device_memory(self.config.device, serving, pids)
+        return self._device.memory(serving, pids)
 
     async def _watch_serving(self) -> None:
         period_s = self.config.serving.probe_ms / 1000
@@ -315,6 +323,7 @@ class NodeDriver:
         around = Surroundings(
             started_at=self._started_at,
             uptime_s=(time.monotonic_ns() - self._started_ns) / NS_PER_S,
+            device_name=self._device.name(),
             utilisation=self._utilisation,
             memory_bytes=self._memory.total_bytes,
             scheduler_address=self.link.address,

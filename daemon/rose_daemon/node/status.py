@@ -12,10 +12,12 @@ import msgspec
 
 from rose import __version__
 from rose.config import Config
+from rose.core.events import MemoryObserved
 from rose.core.nodeview import GateView, MemoryView, NodeView, ReplicaView, UnknownSignal
 from rose.core.readings import Unknown
 from rose.units import NS_PER_MS, NS_PER_S, ReplicaId
 from rose_daemon.node.updates import Update, UpdateHistory
+from rose_daemon.telemetry import faults
 
 SCHEMA = 1
 _USABLE = ("ready", "updating", "draining")
@@ -26,6 +28,7 @@ class Surroundings(msgspec.Struct, frozen=True, kw_only=True):
 
     started_at: datetime
     uptime_s: float
+    device_name: str
     utilisation: float | Unknown
     """Busy share of the device."""
     memory_bytes: int | Unknown
@@ -94,6 +97,15 @@ def status_body(
     }
 
 
+def supervisor_line(view: NodeView, memory: MemoryObserved, lends: bool) -> str:
+    """One line for the service manager (`systemctl status rosed`)."""
+    if lends and isinstance(memory.free_bytes, Unknown):
+        hint = faults.advice(memory.free_bytes.reason)
+        return hint or f"rollout is held back: device memory is unknown ({memory.free_bytes})"
+    ready = sum(replica.state in _USABLE for replica in view.replicas)
+    return f"{ready} of {len(view.replicas)} replicas in use"
+
+
 def _problems(view: NodeView, around: Surroundings) -> list[str]:
     """Why the host is not ready, one line each; empty when it is healthy."""
     found = [
@@ -101,6 +113,8 @@ def _problems(view: NodeView, around: Surroundings) -> list[str]:
         for replica in view.replicas
         if replica.state not in _USABLE
     ]
+    if view.device_trouble:
+        found.append(f"device {around.device_name} is in trouble: {view.device_trouble}")
     if view.serving.state.value in ("unknown", "unhealthy"):
         found.append(
             f"serving engine {view.serving.name} is {view.serving.state.value}: {view.serving.reason}"
@@ -111,8 +125,6 @@ def _problems(view: NodeView, around: Surroundings) -> list[str]:
 
 
 def _device(config: Config, view: NodeView, around: Surroundings) -> dict[str, Any]:
-    device = config.device
-    cores = ",".join(map(str, device.cpus))
     measured = {"memory_bytes": around.memory_bytes, "utilisation": around.utilisation}
     unknown = [_signal(signal) for signal in view.unknown]
     unknown += [
@@ -121,9 +133,11 @@ def _device(config: Config, view: NodeView, around: Surroundings) -> dict[str, A
         if isinstance(value, Unknown)
     ]
     return {
-        "uuid": device.id,
-        "name": f"CPU cores {cores}" if device.kind == "cpu" else device.kind,
-        "kind": device.kind,
+        "uuid": config.device.id,
+        "name": around.device_name,
+        "kind": config.device.kind,
+        "trouble": view.device_trouble,
+        "sharing": "time-slice",
         **{name: None if isinstance(value, Unknown) else value for name, value in measured.items()},
         "unknown": unknown,
     }

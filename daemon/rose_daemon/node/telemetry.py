@@ -1,4 +1,4 @@
-"""What the node machine cannot see on boards: memory of the device, health and metrics of the serving engine.
+"""What the node machine cannot see on boards: memory of the host, health and metrics of the serving engine.
 
 Where the device is the CPU, its memory is the host's: capacity from `[device] memory_bytes`, the cgroup or
 /proc/meminfo, and use counted as anonymous plus shared memory of the engines' processes (no page walk, which
@@ -15,7 +15,6 @@ import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
 from rose.boards import Owner
-from rose.config import DeviceConfig
 from rose.core.events import MemoryObserved
 from rose.core.readings import Unknown
 from rose_daemon.node.warden import descendants, parents
@@ -25,7 +24,6 @@ _KV_USAGE_NAMES = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")
 _METRICS_BYTES_MAX = 4 << 20
 _PROC = Path("/proc")
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
-NO_NVML = "nvml_not_supported_yet"
 
 
 class ServingProbe(NamedTuple):
@@ -35,16 +33,13 @@ class ServingProbe(NamedTuple):
     kv_used_share: float | Unknown
 
 
-def device_memory(device: DeviceConfig, serving: Owner | None, rollout_pids: Iterable[int]) -> MemoryObserved:
-    """Memory of the device that serving and the lent replicas share.
+def device_memory(limit_bytes: int, serving: Owner | None, rollout_pids: Iterable[int]) -> MemoryObserved:
+    """Memory of the host that serving and the lent replicas share; `limit_bytes` 0 means all of it.
 
     `serving` is the process that writes the slack board (the serving engine's core); its workers, which
     hold weights and KV blocks, descend from it.
     """
-    if device.kind != "cpu":
-        unknown = Unknown(NO_NVML)
-        return MemoryObserved(unknown, unknown, unknown)
-    total = _capacity(device)
+    total = _capacity(limit_bytes)
     parent_of = parents()
     serving_bytes: int | Unknown
     if serving is None:
@@ -57,11 +52,11 @@ def device_memory(device: DeviceConfig, serving: Owner | None, rollout_pids: Ite
     return MemoryObserved(serving_bytes, _free(total, serving_bytes, rollout), total)
 
 
-def _capacity(device: DeviceConfig) -> int | Unknown:
+def _capacity(limit_bytes: int) -> int | Unknown:
     host = meminfo("MemTotal")
     if isinstance(host, Unknown):
-        return device.memory_bytes or host
-    limits = [host, *filter(None, (device.memory_bytes, _cgroup_limit()))]
+        return limit_bytes or host
+    limits = [host, *filter(None, (limit_bytes, _cgroup_limit()))]
     return min(limits)
 
 
@@ -127,17 +122,15 @@ def _sum(values: Iterable[int | Unknown]) -> int | Unknown:
 
 
 class CpuUse:
-    """Busy share of the device's cores between two looks at /proc/stat."""
+    """Busy share of some cores between two looks at /proc/stat."""
 
-    def __init__(self, device: DeviceConfig) -> None:
-        self._device = device
+    def __init__(self, cpus: Sequence[int]) -> None:
+        self._cpus = cpus
         self._before: tuple[int, int] | None = None
 
     def sample(self) -> float | Unknown:
         """The share since the last call."""
-        if self._device.kind != "cpu":
-            return Unknown(NO_NVML)
-        now = _core_ticks(self._device.cpus)
+        now = _core_ticks(self._cpus)
         before, self._before = self._before, now
         if now is None or before is None:
             return Unknown("stat_unreadable" if now is None else "first_sample")
