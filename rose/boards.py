@@ -23,6 +23,8 @@ import zlib
 from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
 
+from rose_kernels.processes import Owner, process_start_ticks
+
 from rose.core.readings import GatePolicy, ReplicaReading, SlackReading, Unknown
 from rose.errors import RoseError
 from rose.units import NS_PER_S
@@ -41,30 +43,6 @@ _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
 _FUTEX_CALL = {"x86_64": 202, "aarch64": 98}
 
 RecordT = TypeVar("RecordT", bound=tuple[int, ...])
-
-
-def process_start_ticks(pid: int) -> int:
-    """Start time of a process in clock ticks since boot (proc(5), field 22), or 0 if it is gone.
-
-    Pid and start time together name a process for ever; a pid alone is reused.
-    """
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_bytes()  # a process may have any bytes for a name
-    except OSError:
-        return 0
-    fields = stat.rpartition(b")")[2].split()
-    return 0 if fields[0] in b"ZX" else int(fields[19])
-
-
-class Owner(NamedTuple):
-    """The process that writes a board."""
-
-    pid: int
-    start_ticks: int
-
-    def alive(self) -> bool:
-        """Whether that very process still runs (a zombie does not)."""
-        return self.start_ticks != 0 and process_start_ticks(self.pid) == self.start_ticks
 
 
 class _Life:

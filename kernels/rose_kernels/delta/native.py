@@ -6,7 +6,6 @@ import ctypes
 import sys
 import threading
 from collections.abc import Sequence
-from importlib.machinery import EXTENSION_SUFFIXES
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from rose_kernels.delta.errors import CorruptDelta
 from rose_kernels.delta.kernel import Histograms, SpanSymbols
 from rose_kernels.delta.plan import Plan
 from rose_kernels.delta.tables import GAP_SYMBOLS, SLOTS, VALUE_SYMBOLS, Frequencies, GroupTables
+from rose_kernels.library import built_library
 
 _ABI = 1
 _CORRUPT = -1
@@ -34,10 +34,7 @@ _FUNCTIONS = (
 
 def library_path() -> Path | None:
     """Where the compiled library lies, or None if none was built for this Python."""
-    folder = Path(__file__).resolve().parent.parent
-    return next(
-        (path for suffix in EXTENSION_SUFFIXES if (path := folder / f"{_LIBRARY}{suffix}").is_file()), None
-    )
+    return built_library(_LIBRARY)
 
 
 def load(path: Path, *, portable: bool = False) -> NativeKernels:
