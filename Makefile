@@ -51,6 +51,7 @@ install:  ## make .venv and install what ROSE runs on
 
 install-dev:  ## and what the checks and tests need
 	@tools/install.sh --dev
+	@tools/debian.sh
 
 lock: install  ## write requirements/*.txt anew from requirements/*.in
 	$(VENV)/bin/python tools/lock.py

@@ -203,6 +203,9 @@ class SchedulerConfig(_Section, frozen=True):
 class RelayConfig(_Section, frozen=True):
     """Where weight versions are exchanged."""
 
+    kind: Literal["embedded", "mooncake"] = "embedded"
+    """embedded: `rose relay` keeps the versions itself.  mooncake: a Mooncake Store does, which has no access
+    control and listens on all interfaces: private networks only.  The same for relay, trainers and nodes."""
     url: str = "http://127.0.0.1:7702"
     """Where trainers and nodes reach the relay."""
     host: str = "127.0.0.1"
@@ -210,7 +213,8 @@ class RelayConfig(_Section, frozen=True):
     port: int = 7702
     """Port `rose relay` listens on."""
     capacity_bytes: int = 1 << 30
-    """Memory for versions; a full relay refuses new ones, it never drops committed ones."""
+    """Memory for versions, which `rose relay` keeps or (kind mooncake) lends to the store.  A full relay
+    refuses new versions, it never drops committed ones."""
     token_file: str = ""
     """Token that trainers and nodes must send; empty means none is asked for (loopback only)."""
     stage_ttl_s: float = 600
@@ -221,6 +225,18 @@ class RelayConfig(_Section, frozen=True):
     """Private key (PEM) of the certificate."""
     tls_ca: str = ""
     """Certificates (PEM) by which trainers and nodes know the relay; empty means the system's."""
+    mooncake_master: str = "127.0.0.1:50051"
+    """Address of `mooncake_master` (kind mooncake)."""
+    mooncake_host: str = "127.0.0.1"
+    """Address of this host by which the store's other hosts reach it (kind mooncake)."""
+    mooncake_replicas: int = 1
+    """Copies of each bucket, each on another lender of memory (kind mooncake)."""
+    mooncake_lease_s: float = 10
+    """The master's --default_kv_lease_ttl, which must be at least 4 times what the slowest bucket takes (kind
+    mooncake)."""
+    mooncake_namespace: str = "rose"
+    """First part of every key (kind mooncake).  All objects below it are removed when `rose relay` starts, so
+    each relay of a store needs its own."""
 
 
 class JobConfig(_Section, frozen=True):

@@ -16,7 +16,7 @@ from rose.errors import ConfigError
 from rose.units import NS_PER_MS
 
 if TYPE_CHECKING:
-    from rose.config import Config
+    from rose.config import Config, RelayConfig
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _ABOVE_ZERO = (
@@ -26,6 +26,7 @@ _ABOVE_ZERO = (
     "admission.board_stale_ms", "memory.kv_budget_blocks_min",
     "scheduler.suspect_after_ms", "scheduler.stall_timeout_ms", "scheduler.turn_stall_timeout_s",
     "scheduler.queue_max", "scheduler.body_bytes_max", "relay.capacity_bytes", "relay.stage_ttl_s",
+    "relay.mooncake_replicas", "relay.mooncake_lease_s",
     "job.trajectories_per_replica_max",
 )  # fmt: skip
 _NOT_NEGATIVE = (
@@ -163,10 +164,24 @@ def _check_addresses(config: Config, refuse: _Refuse) -> None:
     if not is_loopback(relay.host) and not (relay.tls_cert and relay.tls_key and relay.token_file):
         hint = "set relay.tls_cert, relay.tls_key and relay.token_file"
         refuse("relay.host", f"{relay.host} is not loopback", hint)
+    if relay.kind == "mooncake":
+        _check_mooncake(relay, refuse)
     for key, url in (("serving.url", config.serving.url), ("relay.url", relay.url)):
         parts = _parts(url)
         if url and not (parts and parts.scheme in ("http", "https") and parts.hostname):
             refuse(key, f"{url!r} is not an HTTP address", "such as http://127.0.0.1:8000")
+
+
+def _check_mooncake(relay: RelayConfig, refuse: _Refuse) -> None:
+    parts = _parts(f"//{relay.mooncake_master}")
+    if not (parts and parts.hostname and parts.port) or parts.path:
+        refuse(
+            "relay.mooncake_master", f"{relay.mooncake_master!r} is not HOST:PORT", "such as 10.0.0.1:50051"
+        )
+    if not re.fullmatch(r"[A-Za-z0-9.:-]+", relay.mooncake_host):
+        refuse("relay.mooncake_host", f"{relay.mooncake_host!r} is not a host's address")
+    if not _NAME.fullmatch(relay.mooncake_namespace):
+        refuse("relay.mooncake_namespace", f"{relay.mooncake_namespace!r} is not a name", _NAME_HINT)
 
 
 def _parts(url: str) -> SplitResult | None:

@@ -2,7 +2,7 @@
 # Make the virtual environment and install what is missing; a second run with nothing changed does nothing.
 #
 #   tools/install.sh          what `rose` runs on, CPU build (requirements/torch.txt, cpu.txt, ROSE itself)
-#   tools/install.sh --dev    and what the checks and tests need (requirements/dev.txt)
+#   tools/install.sh --dev    and what the checks and tests need (requirements/dev.txt, mooncake.txt)
 #
 # PYTHON       interpreter to make it from (default python3; 3.11 to 3.14)
 # VENV         where to make it (default .venv)
@@ -83,6 +83,12 @@ install_engine() { install_locked requirements/cpu.txt; }
 
 install_tools() { install_locked requirements/dev.txt; }
 
+# No wheel for every Python: the tests say what they skip without it.
+install_mooncake() {
+    quietly pip install --no-deps --require-hashes -r requirements/mooncake.txt ||
+        printf 'install: Mooncake could not be installed; its tests will be skipped\n' >&2
+}
+
 install_rose() {
     quietly pip install --no-deps --no-build-isolation --editable . ||
         fail_with_log "ROSE itself could not be installed"
@@ -93,5 +99,8 @@ make_venv
 mkdir -p "$stamps"
 once torch "torch, CPU build (about 200 MB)" requirements/torch.txt
 once engine "the engine and its libraries (about 2.5 GB, minutes)" requirements/cpu.txt
-if [ "${1:-}" = --dev ]; then once tools "what the checks and tests need" requirements/dev.txt; fi
+if [ "${1:-}" = --dev ]; then
+    once tools "what the checks and tests need" requirements/dev.txt
+    once mooncake "Mooncake Store, for tests of the relay" requirements/mooncake.txt
+fi
 once rose "ROSE itself" pyproject.toml kernels/csrc/*

@@ -18,7 +18,8 @@ from pathlib import Path
 
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 FOLDER = Path(__file__).resolve().parent.parent / "requirements"
-LISTS = ("cpu", "dev")
+LISTS = {"cpu": PYTHONS, "dev": PYTHONS, "mooncake": PYTHONS[:3]}
+"""Each list, and the Pythons it is for."""
 _PIN = re.compile(r"^(?P<name>[A-Za-z0-9._-]+)==(?P<version>[^\s;]+)$")
 
 
@@ -43,9 +44,9 @@ def hashes_for(source: Path, python: str) -> dict[str, str]:
     }
 
 
-def locked(source: Path) -> str:
+def locked(source: Path, pythons: tuple[str, ...]) -> str:
     """The text of the locked file that belongs to `source`; raises SystemExit for a line that is no pin."""
-    found = [hashes_for(source, python) for python in PYTHONS]
+    found = [hashes_for(source, python) for python in pythons]
     lines = [f"# Written by tools/lock.py from {source.name}; edit that, then `make lock`."]
     for number, line in enumerate(source.read_text(encoding="utf-8").splitlines(), start=1):
         text = line.strip()
@@ -61,9 +62,9 @@ def locked(source: Path) -> str:
 
 def main() -> None:
     """Lock every list."""
-    for name in LISTS:
+    for name, pythons in LISTS.items():
         target = FOLDER / f"{name}.txt"
-        target.write_text(locked(FOLDER / f"{name}.in"), encoding="utf-8")
+        target.write_text(locked(FOLDER / f"{name}.in", pythons), encoding="utf-8")
         print(f"wrote {target.relative_to(FOLDER.parent)}")
 
 

@@ -26,7 +26,7 @@ from rose import config as configuration
 from rose.config import Config
 from rose.engines.vllm.launch import rollout_command
 from rose.errors import ConfigError, RoseError
-from rose.weights.relay.local import RelayClient
+from rose.weights.relay.connecting import connect
 from rose_daemon import sdnotify
 from rose_daemon.node import logs, preflight
 from rose_daemon.node.control import ControlServer
@@ -64,7 +64,7 @@ async def serve(config: Config, build: CommandBuilder) -> None:
     async with AsyncExitStack() as stack:
         session = await stack.enter_async_context(aiohttp.ClientSession())
         relay = await stack.enter_async_context(
-            RelayClient.from_config(config.relay, timeout_s=config.node.weights_timeout_s)
+            connect(config.relay, timeout_s=config.node.weights_timeout_s)
         )
         driver = NodeDriver(config, token, relay, session, build)
         control = ControlServer(config.control_socket, Orders(driver).answer)

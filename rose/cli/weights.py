@@ -296,7 +296,7 @@ def follow(job: JobArgument, config: ConfigOption = None, socket: SocketOption =
 @contextlib.asynccontextmanager
 async def _relay(settings: configuration.Config) -> AsyncIterator[Any]:
     """A client of the relay; raises NotReady when nothing listens there, as its own patience is long."""
-    from rose.weights.relay.local import RelayClient  # noqa: PLC0415
+    from rose.weights.relay.connecting import connect  # noqa: PLC0415
 
     address = urlsplit(settings.relay.url)
     port = address.port or (443 if address.scheme == "https" else 80)
@@ -307,7 +307,7 @@ async def _relay(settings: configuration.Config) -> AsyncIterator[Any]:
             f"no relay answers at {settings.relay.url}", "start it with `rose relay`, or mend [relay] url"
         ) from None
     writer.close()
-    async with RelayClient.from_config(settings.relay) as relay:
+    async with connect(settings.relay) as relay:
         yield relay
 
 

@@ -26,13 +26,15 @@ from rose.weights.inspection import Change, changes
 from rose.weights.patches import Patch, write_patch
 from rose.weights.relay import RelayFull
 from rose.weights.relay.blocking import BlockingRelay
-from rose.weights.relay.local import RelayClient
+from rose.weights.relay.connecting import connect
 
 _COMMIT_ROUNDS_MAX = 3
 """Pushes of one version before giving up: a relay that restarts meanwhile loses what was staged."""
 _CHECKPOINT = WeightVersion(0)
 _FILL_MAX = 0.9
 """An anchor that nobody asked for is not to fill the relay beyond this."""
+_ROOM_MAX_S = 30.0
+_ROOM_POLL_S = 0.1
 _T = TypeVar("_T")
 
 
@@ -125,7 +127,7 @@ class Publisher:
         **options: Unpack[Options],
     ) -> Self:
         """A publisher that talks to the configured relay; close it.  Raises ConfigError."""
-        relay = BlockingRelay(RelayClient.from_config(config, timeout_s=timeout_s))
+        relay = BlockingRelay(connect(config, timeout_s=timeout_s))
         return cls(relay, job, base_state, **options)
 
     @classmethod
@@ -282,11 +284,20 @@ class Publisher:
             try:
                 return call()
             except RelayFull:
-                versions = self._relay.stat(self._job).versions
-                droppable = [version for version in versions[: -self._keep] if version not in self._kept]
+                stat = self._relay.stat(self._job)
+                droppable = [version for version in stat.versions[: -self._keep] if version not in self._kept]
                 if not droppable:
                     raise
                 self._relay.delete(self._job, droppable[0])
+                bytes_of = {each.version: each.bytes for each in stat.committed}
+                self._await_room(stat.used_bytes - bytes_of[droppable[0]])
+
+    def _await_room(self, used_bytes: int) -> None:
+        """Wait for a deleted version's memory, which readers may still hold: or the next would go too."""
+        for _ in range(int(_ROOM_MAX_S / _ROOM_POLL_S)):
+            if self._relay.stat(self._job).used_bytes <= used_bytes:
+                return
+            time.sleep(_ROOM_POLL_S)
 
     def _settle(self, committed: tuple[WeightVersion, ...]) -> None:
         """Find out what became of a version whose commit was never answered."""

@@ -42,8 +42,8 @@ def held_by(relay: MemoryRelay, base: State, *versions: int) -> State:
         manifest = container.manifests.decode(relay.vault.manifest(key))
         buckets = {}
         for bucket in manifest.buckets:
-            with relay.vault.reading(key, bucket.name) as data:
-                buckets[bucket.name] = bytes(data)
+            with relay.vault.reading(key, bucket.name) as block:
+                buckets[bucket.name] = bytes(block.data)
         patches.check_base(manifest, digest_state(state))
         state = patches.apply_to_state(state, container.decode_patches(manifest, buckets, state))
         patches.check_target(manifest, digest_state(state))

@@ -70,11 +70,11 @@ async def test_a_bad_bucket_stages_nothing_and_the_next_pull_works(
     relay: MemoryRelay, store: WeightStore, destination: Path
 ) -> None:
     (bucket,) = relay.vault._committed[JOB, V1].buckets.values()
-    bucket.data[100] ^= 1
+    bucket.block.data[100] ^= 1
     with pytest.raises(CorruptDelta):
         await pull(relay, JOB, V1, destination)
     assert store.versions(JOB) == ()
-    bucket.data[100] ^= 1
+    bucket.block.data[100] ^= 1
     await pull(relay, JOB, V1, destination)
     assert holds_target(destination)
 

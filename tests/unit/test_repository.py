@@ -154,7 +154,7 @@ def test_help_names_the_commands_of_the_daemon_package() -> None:
     assert not missing
 
 
-@pytest.mark.parametrize("name", ["cpu", "dev"])
+@pytest.mark.parametrize("name", ["cpu", "dev", "mooncake"])
 def test_locked_requirements_match_their_source_and_carry_hashes(name: str) -> None:
     locked = pins(f"{name}.txt")
     assert list(locked) == list(pins(f"{name}.in")), "run `make lock`"
@@ -177,6 +177,8 @@ def test_every_dependency_of_the_project_is_pinned() -> None:
         for text in PROJECT["optional-dependencies"]["dev"]
     }
     assert tools <= set(pins("dev.txt"))
+    (mooncake,) = PROJECT["optional-dependencies"]["mooncake"]
+    assert mooncake in (ROOT / "requirements/mooncake.in").read_text(encoding="utf-8").splitlines()
 
 
 def test_modules_stay_short() -> None:

@@ -10,6 +10,7 @@ from typing import Self
 
 import numpy as np
 import xxhash
+from rose_daemon.relay.pools import HeapPool
 from rose_daemon.relay.vault import Vault
 
 from rose.errors import CorruptDelta
@@ -84,15 +85,17 @@ class MemoryRelay:
     restarts: int = 0
 
     def __post_init__(self) -> None:
-        self.vault = Vault(self.capacity_bytes, 600, "epoch-0")
+        self.vault = Vault(self.capacity_bytes, 600, "epoch-0", HeapPool().allocate)
 
     def restart(self) -> None:
         self.restarts += 1
-        self.vault = Vault(self.capacity_bytes, 600, f"epoch-{self.restarts}")
+        self.vault = Vault(self.capacity_bytes, 600, f"epoch-{self.restarts}", HeapPool().allocate)
 
     def _begin(self, call: str) -> None:
         self.calls.append(call)
         self.before(call)
+        for block in self.vault.doomed():
+            self.vault.freed(block)
 
     async def put_bucket(
         self, job: JobId, version: WeightVersion, bucket: str, data: bytes | memoryview, digest: str
@@ -100,7 +103,7 @@ class MemoryRelay:
         self._begin("put_bucket")
         now_s = time.monotonic()
         if reservation := self.vault.reserve((job, version), bucket, len(data), digest, now_s):
-            reservation.data[:] = data
+            reservation.block.data[:] = data
             if xxhash.xxh3_128_hexdigest(data) != digest:
                 self.vault.cancel(reservation, now_s)
                 raise CorruptDelta("other bytes arrived")
@@ -142,8 +145,8 @@ class MemoryRelay:
         self._begin("get_into")
         if epoch not in (None, self.vault.epoch):
             raise EpochChanged("restarted")
-        with self.vault.reading((job, version), bucket) as data:
-            destination[:] = data[offset : offset + len(destination)]
+        with self.vault.reading((job, version), bucket) as block:
+            destination[:] = block.data[offset : offset + len(destination)]
         self.after("get_into")
 
     async def delete(self, job: JobId, version: WeightVersion) -> bool:
@@ -167,7 +170,7 @@ class MemoryRelay:
         for bucket in encoded.manifest.buckets:
             reservation = self.vault.reserve(key, bucket.name, bucket.size, bucket.digest, 0)
             assert reservation is not None
-            reservation.data[:] = encoded.buckets[bucket.name]
+            reservation.block.data[:] = encoded.buckets[bucket.name]
             self.vault.store(reservation, 0)
         assert self.vault.commit(key, encoded.manifest) == ()
 

@@ -1,19 +1,20 @@
-"""What the embedded relay holds: staged and committed versions within a fixed number of bytes.
+"""What a relay holds: staged and committed versions within a fixed number of bytes.
 
 No I/O, no clock: the HTTP server drives it.  Everything is charged against the capacity (buckets, manifests,
-bookkeeping), so nothing here can grow without bound.
+bookkeeping), so nothing here can grow without bound.  Where the bytes of a bucket lie is a matter of the pool
+that makes its block; a block that is no longer wanted stays charged until the pool has its memory back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
 
 from rose.errors import VersionConflict
 from rose.units import JobId, WeightVersion
 from rose.weights import manifest as manifests
-from rose.weights.bits import empty_buffer
 from rose.weights.manifest import Manifest
 from rose.weights.relay import JobStat, RelayFull, VersionGone, VersionStat
 
@@ -23,62 +24,76 @@ _PAGE_BYTES = 4096
 """Granularity of charges: covers the bookkeeping of even the smallest bucket."""
 
 
+class Block(Protocol):
+    """Memory for one bucket."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of the bucket."""
+
+
+B = TypeVar("B", bound=Block)
+
+
 @dataclass(eq=False)
-class _Bucket:
-    data: memoryview
+class _Bucket(Generic[B]):
+    block: B
     digest: str
 
     @property
-    def charge_bytes(self) -> int:
-        return _charge(len(self.data))
+    def content(self) -> tuple[int, str]:
+        return self.block.size, self.digest
 
 
 @dataclass(eq=False)
-class _Staged:
+class _Staged(Generic[B]):
     touched_s: float
-    buckets: dict[str, _Bucket] = field(default_factory=dict)
+    buckets: dict[str, _Bucket[B]] = field(default_factory=dict)
     writers: int = 0
 
 
 @dataclass(eq=False)
-class _Committed:
+class _Committed(Generic[B]):
     manifest: Manifest
     encoded: bytes
-    buckets: dict[str, _Bucket]
+    buckets: dict[str, _Bucket[B]]
     readers: int = 0
     deleted: bool = False
 
-    @property
-    def charge_bytes(self) -> int:
-        return _charge(len(self.encoded)) + sum(bucket.charge_bytes for bucket in self.buckets.values())
-
 
 @dataclass(eq=False)
-class Reservation:
-    """Room for one bucket that is being received into `data`; end it with `Vault.store` or `Vault.cancel`."""
+class Reservation(Generic[B]):
+    """Room for one bucket that is on its way into `block`; end it with `Vault.store` or `Vault.cancel`."""
 
     key: Key
     bucket: str
     digest: str
-    data: memoryview
-    """Not cleared: whoever stores it has filled all of it."""
-    _staged: _Staged
+    block: B
+    _staged: _Staged[B]
 
 
-class Vault:
-    """Versions in memory.  Uncommitted ones are invisible, committed ones are never evicted."""
+class Vault(Generic[B]):
+    """Versions of a relay.  Uncommitted ones are invisible, committed ones are never evicted.
 
-    def __init__(self, capacity_bytes: int, stage_ttl_s: float, epoch: str) -> None:
+    `allocate` makes a block of so many bytes for a bucket; it may raise RelayFull.  Blocks that are no longer
+    wanted are in `doomed`; whoever took back the memory of one calls `freed`.
+    """
+
+    def __init__(
+        self, capacity_bytes: int, stage_ttl_s: float, epoch: str, allocate: Callable[[Key, str, int], B]
+    ) -> None:
         self.capacity_bytes = capacity_bytes
         self.epoch = epoch
         self.used_bytes = 0
         self._stage_ttl_s = stage_ttl_s
-        self._staged: dict[Key, _Staged] = {}
-        self._committed: dict[Key, _Committed] = {}
+        self._allocate = allocate
+        self._staged: dict[Key, _Staged[B]] = {}
+        self._committed: dict[Key, _Committed[B]] = {}
+        self._doomed: dict[int, B] = {}
 
     # ---- staging ----
 
-    def reserve(self, key: Key, bucket: str, size: int, digest: str, now_s: float) -> Reservation | None:
+    def reserve(self, key: Key, bucket: str, size: int, digest: str, now_s: float) -> Reservation[B] | None:
         """Room for a bucket of `size` bytes; None if these very bytes are here already.
 
         Raises VersionConflict if it is here with other bytes, RelayFull.
@@ -86,46 +101,51 @@ class Vault:
         if self._known(key, bucket, size, digest):
             return None
         self.expire(now_s)
-        self._charge(_charge(size))
+        charge = _charge(size)
+        self._charge(charge)
+        try:
+            block = self._allocate(key, bucket, size)
+        except RelayFull:
+            self.used_bytes -= charge
+            raise
         staged = self._staged.setdefault(key, _Staged(now_s))
         staged.writers += 1
-        return Reservation(key, bucket, digest, empty_buffer(size), staged)
+        return Reservation(key, bucket, digest, block, staged)
 
-    def store(self, reservation: Reservation, now_s: float) -> None:
+    def store(self, reservation: Reservation[B], now_s: float) -> None:
         """Keep the bucket, whose bytes the caller has verified.  Of two writers the first one wins.
 
         Raises VersionConflict if other bytes came first, VersionGone if the version was aborted meanwhile.
         """
-        staged, key = reservation._staged, reservation.key
-        charge = _charge(len(reservation.data))
+        staged, key, block = reservation._staged, reservation.key, reservation.block
         staged.writers -= 1
         staged.touched_s = now_s
         try:
-            known = self._known(key, reservation.bucket, len(reservation.data), reservation.digest)
+            known = self._known(key, reservation.bucket, block.size, reservation.digest)
         except VersionConflict:
-            self.used_bytes -= charge
+            self._doom(block)
             raise
         if known:
-            self.used_bytes -= charge
+            self._doom(block)
         elif self._staged.get(key) is not staged:
-            self.used_bytes -= charge
+            self._doom(block)
             raise VersionGone(f"version {key[1]} was aborted while {reservation.bucket} was on its way")
         else:
-            staged.buckets[reservation.bucket] = _Bucket(reservation.data, reservation.digest)
+            staged.buckets[reservation.bucket] = _Bucket(block, reservation.digest)
 
-    def cancel(self, reservation: Reservation, now_s: float) -> None:
+    def cancel(self, reservation: Reservation[B], now_s: float) -> None:
         """Give the room back: the bucket did not arrive whole."""
         staged = reservation._staged
         staged.writers -= 1
         staged.touched_s = now_s
-        self.used_bytes -= _charge(len(reservation.data))
+        self._doom(reservation.block)
         if not staged.buckets and not staged.writers and self._staged.get(reservation.key) is staged:
             del self._staged[reservation.key]
 
     def abort(self, key: Key) -> None:
         """Drop what is staged of a version, if anything."""
         if staged := self._staged.pop(key, None):
-            self.used_bytes -= sum(bucket.charge_bytes for bucket in staged.buckets.values())
+            self._doom_all(staged.buckets)
 
     def expire(self, now_s: float) -> None:
         """Drop staged versions that nobody has touched for the time to live."""
@@ -149,7 +169,7 @@ class Vault:
             wanted.name
             for wanted in manifest.buckets
             if (held := staged.buckets.get(wanted.name)) is None
-            or (len(held.data), held.digest) != (wanted.size, wanted.digest)
+            or held.content != (wanted.size, wanted.digest)
         )
         if missing:
             return missing
@@ -172,26 +192,46 @@ class Vault:
             (version for of, version in self._committed if of == job and version > after), default=None
         )
 
-    @contextmanager
-    def reading(self, key: Key, bucket: str) -> Iterator[memoryview]:
-        """A bucket's bytes; they stay charged until the reader is done.  Raises VersionGone."""
-        committed = self._find(key)
-        if bucket not in committed.buckets:
+    def block(self, key: Key, bucket: str) -> B:
+        """Where a bucket of a committed version lies.  Raises VersionGone."""
+        buckets = self._find(key).buckets
+        if bucket not in buckets:
             raise VersionGone(f"version {key[1]} of {key[0]} has no {bucket}")
+        return buckets[bucket].block
+
+    @contextmanager
+    def reading(self, key: Key, bucket: str) -> Iterator[B]:
+        """A bucket's block, which is not doomed before the reader is done.  Raises VersionGone."""
+        block = self.block(key, bucket)
+        committed = self._find(key)
         committed.readers += 1
         try:
-            yield committed.buckets[bucket].data
+            yield block
         finally:
             committed.readers -= 1
-            self._free_if_done(committed)
+            self._doom_if_done(committed)
 
     def delete(self, key: Key) -> bool:
-        """Delete a committed version; its room is free once its readers are done."""
+        """Delete a committed version; its blocks are doomed once its readers are done."""
         if (committed := self._committed.pop(key, None)) is None:
             return False
         committed.deleted = True
-        self._free_if_done(committed)
+        self._doom_if_done(committed)
         return True
+
+    def committed_blocks(self) -> list[B]:
+        """The blocks of all committed versions."""
+        return [
+            bucket.block for committed in self._committed.values() for bucket in committed.buckets.values()
+        ]
+
+    def reset(self, epoch: str) -> None:
+        """Forget everything and begin another epoch: the bytes are lost."""
+        self.epoch = epoch
+        for key in list(self._staged):
+            self.abort(key)
+        for key in list(self._committed):
+            self.delete(key)
 
     def stat(self, job: JobId) -> JobStat:
         """What is held of a job."""
@@ -211,6 +251,17 @@ class Vault:
             staged=tuple(sorted(version for of, version in self._staged if of == job)),
         )
 
+    # ---- memory that is to be taken back ----
+
+    def doomed(self) -> list[B]:
+        """Blocks that are no longer wanted, and still charged."""
+        return list(self._doomed.values())
+
+    def freed(self, block: B) -> None:
+        """The memory of a doomed block was taken back."""
+        if self._doomed.pop(id(block), None) is not None:
+            self.used_bytes -= _charge(block.size)
+
     # ---- inside ----
 
     def _known(self, key: Key, bucket: str, size: int, digest: str) -> bool:
@@ -220,12 +271,12 @@ class Vault:
         held = buckets.get(bucket)
         if held is None and committed is None:
             return False
-        if held is None or (len(held.data), held.digest) != (size, digest):
+        if held is None or held.content != (size, digest):
             state = "committed" if committed else "staged"
             raise VersionConflict(f"version {key[1]} of {key[0]} is {state} with another {bucket}")
         return True
 
-    def _find(self, key: Key) -> _Committed:
+    def _find(self, key: Key) -> _Committed[B]:
         if (committed := self._committed.get(key)) is None:
             raise VersionGone(f"no version {key[1]} of {key[0]} here")
         return committed
@@ -238,11 +289,19 @@ class Vault:
             )
         self.used_bytes += charge_bytes
 
-    def _free_if_done(self, committed: _Committed) -> None:
+    def _doom_if_done(self, committed: _Committed[B]) -> None:
         if committed.deleted and not committed.readers:
-            self.used_bytes -= committed.charge_bytes
+            self._doom_all(committed.buckets)
             committed.buckets = {}
             committed.deleted = False
+            self.used_bytes -= _charge(len(committed.encoded))
+
+    def _doom_all(self, buckets: dict[str, _Bucket[B]]) -> None:
+        for bucket in buckets.values():
+            self._doom(bucket.block)
+
+    def _doom(self, block: B) -> None:
+        self._doomed[id(block)] = block
 
 
 def _charge(size: int) -> int:

@@ -1,7 +1,11 @@
-"""The HTTP dialect of the embedded relay: what its client and its server agree on.
+"""The HTTP dialect of `rose relay`: what its clients and its server agree on.
 
     PUT    /rose/relay/v1/jobs/{job}/versions/{version}/buckets/{bucket}   x-rose-digest
     GET    /rose/relay/v1/jobs/{job}/versions/{version}/buckets/{bucket}   Range
+    POST   /rose/relay/v1/jobs/{job}/versions/{version}/buckets/{bucket}/placement   Claim -> Claimed
+    PUT    /rose/relay/v1/jobs/{job}/versions/{version}/buckets/{bucket}/placement   Placement: it is there
+    DELETE /rose/relay/v1/jobs/{job}/versions/{version}/buckets/{bucket}/placement   Placement: it is not
+    GET    /rose/relay/v1/jobs/{job}/versions/{version}/buckets/{bucket}/placement   -> Placement
     PUT    /rose/relay/v1/jobs/{job}/versions/{version}/manifest
     GET    /rose/relay/v1/jobs/{job}/versions/{version}/manifest
     DELETE /rose/relay/v1/jobs/{job}/versions/{version}/staged
@@ -10,7 +14,8 @@
     GET    /rose/relay/v1/jobs/{job}/latest?after=&wait_s=                  -> Latest
     GET    /health
 
-Every answer names the relay's epoch in `x-rose-epoch`; every error is a `Refusal` in JSON.
+Buckets themselves go over HTTP with an embedded relay; with one of kind mooncake only their places do.  Every
+answer names the relay's epoch in `x-rose-epoch`; every error is a `Refusal` in JSON.
 """
 
 from __future__ import annotations
@@ -45,6 +50,26 @@ class Latest(msgspec.Struct, frozen=True):
     """The newest version above the one asked for, if any."""
 
     version: WeightVersion | None
+
+
+class Claim(msgspec.Struct, frozen=True):
+    """A bucket that a writer wants to put into the Mooncake Store."""
+
+    size: int
+    digest: str
+
+
+class Placement(msgspec.Struct, frozen=True):
+    """Where a bucket lies, or is to be put, in the Mooncake Store."""
+
+    key: str
+    size: int
+
+
+class Claimed(msgspec.Struct, frozen=True):
+    """Where to put a claimed bucket; nowhere if the relay has these very bytes."""
+
+    placement: Placement | None
 
 
 STATUS_BY_ERROR: dict[str, tuple[int, type[RoseError]]] = {

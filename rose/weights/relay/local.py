@@ -1,72 +1,26 @@
-"""Client of the embedded relay (`rose relay`).
+"""Client of the embedded relay (`rose relay`): buckets travel over HTTP.
 
-Every call has one deadline that covers its retries.  A connection that breaks is made again; a download goes
-on where it stopped.
+A download goes on where its connection broke.
 """
 
 from __future__ import annotations
 
-import asyncio
-import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
-from pathlib import Path
-from types import TracebackType
-from typing import Self, TypeVar
-from urllib.parse import urlsplit
+from typing import Self
 
 import aiohttp
-import msgspec
 
 from rose.config import RelayConfig
-from rose.errors import ConfigError, CorruptDelta, NotReady, RoseError
-from rose.units import MIB, JobId, WeightVersion
-from rose.weights import manifest as manifests
-from rose.weights.manifest import MANIFEST_BYTES_MAX, Manifest, valid_job
-from rose.weights.relay import Committed, EpochChanged, JobStat, RelayUnavailable
-from rose.weights.relay.http import (
-    DIGEST_HEADER,
-    EPOCH_HEADER,
-    MISSING,
-    ROOT,
-    STATUS_BY_ERROR,
-    WAIT_MAX_S,
-    BadRequest,
-    Latest,
-    Refusal,
-)
-
-_CHUNK_BYTES = MIB
-_SILENCE_MAX_S = 15.0
-"""A connection on which nothing moves for this long is given up and made again."""
-_BACKOFF_MIN_S = 0.05
-_BACKOFF_MAX_S = 1.0
-_T = TypeVar("_T")
+from rose.errors import CorruptDelta
+from rose.units import JobId, WeightVersion
+from rose.weights.relay.control import ControlClient, Retry, chunks, read_token, version_path
+from rose.weights.relay.http import DIGEST_HEADER, EPOCH_HEADER
 
 
-class _Retry(Exception):
-    """This attempt failed in a way that the next one need not."""
-
-
-class RelayClient:
-    """Talks to a relay at `url`; implements `rose.weights.relay.Relay`.
-
-    Use it within one event loop, and close it.  `timeout_s` bounds each call, retries included; a long-poll
-    may take its `wait_s` on top.
-    """
-
-    def __init__(self, url: str, *, token: str = "", timeout_s: float = 60, tls_ca: str = "") -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"{url} is not the URL of a relay", "as in http://127.0.0.1:7702")
-        self.url = url.rstrip("/")
-        self._timeout_s = timeout_s
-        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
-        self._tls = _trust(tls_ca) if parts.scheme == "https" else True
-        self._session: aiohttp.ClientSession | None = None
+class RelayClient(ControlClient):
+    """Client of the embedded relay; implements `rose.weights.relay.Relay`."""
 
     @classmethod
-    def from_config(cls, config: RelayConfig, *, timeout_s: float = 60) -> RelayClient:
+    def from_config(cls, config: RelayConfig, *, timeout_s: float = 60) -> Self:
         """A client of the configured relay.  Raises ConfigError if the token cannot be read."""
         token = read_token(config.token_file) if config.token_file else ""
         return cls(config.url, token=token, timeout_s=timeout_s, tls_ca=config.tls_ca)
@@ -76,58 +30,14 @@ class RelayClient:
     ) -> None:
         """See `Relay.put_bucket`."""
         view = memoryview(data).cast("B")
-        path = f"{_path(job, version)}/buckets/{bucket}"
+        path = version_path(job, version, bucket)
 
         async def attempt() -> None:
             headers = {DIGEST_HEADER: digest, "Content-Length": str(len(view))}
-            async with self._request("PUT", path, headers=headers, data=_chunks(view)):
+            async with self.request("PUT", path, headers=headers, data=chunks(view)):
                 return
 
-        await self._until_done(attempt, self._timeout_s)
-
-    async def commit(self, job: JobId, version: WeightVersion, manifest: Manifest) -> tuple[str, ...]:
-        """See `Relay.commit`."""
-        body = manifests.encode(manifest)
-
-        async def attempt() -> tuple[str, ...]:
-            try:
-                async with self._request(
-                    "PUT", f"{_path(job, version)}/manifest", data=_chunks(memoryview(body))
-                ):
-                    return ()
-            except _MissingBuckets as missing:
-                return missing.names
-
-        return await self._until_done(attempt, self._timeout_s)
-
-    async def abort(self, job: JobId, version: WeightVersion) -> None:
-        """See `Relay.abort`."""
-        await self._read("DELETE", f"{_path(job, version)}/staged")
-
-    async def stat(self, job: JobId) -> JobStat:
-        """See `Relay.stat`."""
-        _, body = await self._read("GET", _path(job))
-        return _decode(body, JobStat)
-
-    async def latest(self, job: JobId, after: WeightVersion, wait_s: float = 0) -> WeightVersion | None:
-        """See `Relay.latest`."""
-        clock = asyncio.get_running_loop().time
-        deadline_s = clock() + wait_s
-        while True:
-            wait_now_s = max(0.0, min(WAIT_MAX_S, deadline_s - clock()))
-            path = f"{_path(job)}/latest?after={after}&wait_s={wait_now_s:.3f}"
-            _, body = await self._read("GET", path, wait_s=wait_now_s)
-            found = _decode(body, Latest).version
-            if found is not None or clock() >= deadline_s:
-                return found
-
-    async def manifest(self, job: JobId, version: WeightVersion) -> Committed:
-        """See `Relay.manifest`."""
-        epoch, body = await self._read("GET", f"{_path(job, version)}/manifest")
-        manifest = await asyncio.to_thread(manifests.decode, body)
-        if (manifest.job, manifest.version) != (job, version):
-            raise CorruptDelta(f"the relay answered version {manifest.version} of {manifest.job}")
-        return Committed(manifest, epoch)
+        await self.until_done(attempt, self.timeout_s)
 
     async def get_into(
         self,
@@ -140,114 +50,17 @@ class RelayClient:
         epoch: str | None = None,
     ) -> None:
         """See `Relay.get_into`."""
-        path = f"{_path(job, version)}/buckets/{bucket}"
+        path = version_path(job, version, bucket)
         view = destination.cast("B")
         download = _Download(view, offset, epoch)
 
         async def attempt() -> None:
             headers = {"Range": download.range_header}
-            async with self._request("GET", path, headers=headers, epoch=download.epoch) as response:
+            async with self.request("GET", path, headers=headers, epoch=download.epoch) as response:
                 await download.receive(response)
 
         if len(view):
-            await self._until_done(attempt, self._timeout_s)
-
-    async def delete(self, job: JobId, version: WeightVersion) -> bool:
-        """See `Relay.delete`."""
-        _, body = await self._read("DELETE", _path(job, version))
-        return _decode(body, bool)
-
-    async def aclose(self) -> None:
-        """Close connections."""
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.aclose()
-
-    # ---- inside ----
-
-    async def _read(self, method: str, path: str, *, wait_s: float = 0) -> tuple[str, bytes]:
-        """Epoch and body of a small answer."""
-
-        async def attempt() -> tuple[str, bytes]:
-            async with self._request(method, path, silence_s=_SILENCE_MAX_S + wait_s) as response:
-                body = await _read_bounded(response)
-                return response.headers.get(EPOCH_HEADER, ""), body
-
-        return await self._until_done(attempt, self._timeout_s + wait_s)
-
-    async def _until_done(self, attempt: Callable[[], Awaitable[_T]], timeout_s: float) -> _T:
-        """Repeat `attempt` until it gets through or the time is up.  Raises RelayUnavailable."""
-        backoff_s, why = _BACKOFF_MIN_S, "no answer"
-        try:
-            async with asyncio.timeout(timeout_s):
-                while True:
-                    try:
-                        return await attempt()
-                    except _Retry as error:
-                        why = str(error)
-                    await asyncio.sleep(backoff_s)
-                    backoff_s = min(2 * backoff_s, _BACKOFF_MAX_S)
-        except TimeoutError:
-            raise RelayUnavailable(
-                f"the relay at {self.url} did not answer within {timeout_s:.0f} s: {why}",
-                "check that `rose relay` runs and that relay.url names it",
-            ) from None
-
-    @asynccontextmanager
-    async def _request(
-        self,
-        method: str,
-        path: str,
-        *,
-        headers: Mapping[str, str] | None = None,
-        data: AsyncIterator[memoryview] | None = None,
-        silence_s: float = _SILENCE_MAX_S,
-        epoch: str | None = None,
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """One attempt.  Refusals raise what they stand for, broken connections _Retry.
-
-        An answer from another epoch than `epoch` raises EpochChanged, whatever it says.
-        """
-        if self._session is None:
-            self._session = aiohttp.ClientSession(headers=self._headers, read_bufsize=_CHUNK_BYTES)
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_SILENCE_MAX_S, sock_read=silence_s)
-        try:
-            async with self._session.request(
-                method,
-                self.url + path,
-                headers=headers,
-                data=data,
-                timeout=timeout,
-                ssl=self._tls,
-                allow_redirects=False,
-            ) as response:
-                if epoch not in (None, response.headers.get(EPOCH_HEADER)):
-                    raise EpochChanged("the relay was restarted meanwhile")
-                if response.status >= 300:
-                    raise _refusal(response.status, await _read_bounded(response))
-                yield response
-        except aiohttp.ClientSSLError as error:
-            raise ConfigError(
-                f"{self.url}: TLS failed: {error}", "check relay.url and relay.tls_ca"
-            ) from None
-        except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
-            raise _Retry(str(error) or type(error).__name__) from error
-
-
-class _MissingBuckets(Exception):
-    """The relay cannot commit yet."""
-
-    def __init__(self, names: tuple[str, ...]) -> None:
-        super().__init__(names)
-        self.names = names
+            await self.until_done(attempt, self.timeout_s)
 
 
 class _Download:
@@ -274,61 +87,4 @@ class _Download:
             self._destination[self._received : end] = chunk
             self._received = end
         if self._received != len(self._destination):
-            raise _Retry("the download broke off")
-
-
-def read_token(path: str) -> str:
-    """The token in a file, without the line's end.  Raises ConfigError."""
-    try:
-        token = Path(path).read_text(encoding="ascii").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: the relay's token cannot be read: {error}") from None
-    if not token:
-        raise ConfigError(f"{path}: the relay's token is empty")
-    return token
-
-
-def _trust(tls_ca: str) -> ssl.SSLContext:
-    """The TLS context that knows these certificates, or the system's.  Raises ConfigError."""
-    try:
-        return ssl.create_default_context(cafile=tls_ca or None)
-    except OSError as error:  # ssl.SSLError is one
-        raise ConfigError(f"relay.tls_ca: {tls_ca} cannot be used: {error}") from None
-
-
-def _path(job: JobId, version: WeightVersion | None = None) -> str:
-    if not valid_job(job):
-        raise BadRequest(f"{job!r} is not a job id", "letters, digits, dot, dash and underscore")
-    return f"{ROOT}/{job}" if version is None else f"{ROOT}/{job}/versions/{version}"
-
-
-async def _chunks(view: memoryview) -> AsyncIterator[memoryview]:
-    for start in range(0, len(view), _CHUNK_BYTES):
-        yield view[start : start + _CHUNK_BYTES]
-
-
-async def _read_bounded(response: aiohttp.ClientResponse) -> bytes:
-    body = bytearray()
-    async for chunk in response.content.iter_any():
-        body += chunk
-        if len(body) > MANIFEST_BYTES_MAX:
-            raise CorruptDelta("the relay's answer is too long")
-    return bytes(body)
-
-
-def _decode(body: bytes, kind: type[_T]) -> _T:
-    try:
-        return msgspec.json.decode(body, type=kind)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise NotReady(f"what answered is no relay: {error}", "check relay.url") from None
-
-
-def _refusal(status: int, body: bytes) -> Exception:
-    """What an error answer stands for."""
-    if status in (502, 503, 504):
-        return _Retry(f"status {status}")
-    refusal = _decode(body, Refusal)
-    if refusal.error == MISSING:
-        return _MissingBuckets(refusal.missing)
-    _, kind = STATUS_BY_ERROR.get(refusal.error, (status, RoseError))
-    return kind(refusal.detail)
+            raise Retry("the download broke off")
