@@ -347,6 +347,18 @@ class BoardPaths(NamedTuple):
         """ReplicaReading of one rollout engine."""
         return self.run_dir / f"replica-{replica}.board"
 
+    def kv_order(self, engine: str) -> Path:
+        """KvOrderReading of the scheduler of one engine, for its worker."""
+        return self.run_dir / f"kv-order-{engine}.board"
+
+    def kv_parked(self, engine: str) -> Path:
+        """The blocks that the latest order parks."""
+        return self.run_dir / f"kv-order-{engine}.blocks"
+
+    def kv_holding(self, engine: str) -> Path:
+        """KvHolding of the worker of one engine."""
+        return self.run_dir / f"kv-holding-{engine}.board"
+
     def transitions(self, replica: str) -> Path:
         """Ring of GateTransition of one rollout engine."""
         return self.run_dir / f"gate-{replica}.ring"

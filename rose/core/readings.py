@@ -3,7 +3,7 @@
 Unknown is not idle.  A reading that is missing, stale, torn or contradictory is `Unknown(reason)`,
 never zero; admission treats it as no headroom.
 
-The three records live on shared-memory boards (`rose.boards`), one writer each.  They are
+The records live on shared-memory boards (`rose.boards`), one writer each.  They are
 NamedTuples of plain ints (64-bit signed words), so that publishing one is a single pack.
 Instants are CLOCK_MONOTONIC nanoseconds; `NEVER` stands for "no such deadline".
 """
@@ -176,6 +176,35 @@ class ReplicaReading(NamedTuple):
     """Margin on the predicted duration of a step, from the quantile of the model's errors."""
     journal_dropped: int
     """Gate transitions that were lost because rosed did not fetch them in time."""
+    kv_resident_bytes: int
+    """Physical memory behind the KV cache, as its worker measured it; -1 if unknown, or not elastic."""
+
+
+class KvOrderReading(NamedTuple):
+    """Scheduler of an engine -> its worker: there is a new list of parked blocks (engines.vllm.kv_orders)."""
+
+    stamp_ns: int
+    revision: int
+
+
+class KvHolding(NamedTuple):
+    """Worker of an engine -> its scheduler and everybody: what its KV cache holds of the device's memory."""
+
+    stamp_ns: int
+    revision: int
+    """Latest order of the scheduler that is carried out: what it parked is given back."""
+    page_bytes: int
+    """The unit in which memory is given and taken."""
+    arena_bytes: int
+    """Size of the whole KV cache."""
+    mapped_bytes: int
+    """What blocks in use may touch: the most that can become resident."""
+    resident_bytes: int
+    """Physical memory, as measured."""
+    released_bytes: int
+    """Given back since start: the measured fall of the resident memory."""
+    release_ns: int
+    """How long the latest giving back took."""
 
 
 class GateTransition(NamedTuple):

@@ -60,6 +60,10 @@ SIGNATURES = {
     f"{ASYNC_LLM}.abort": "self request_id internal",
     f"{ASYNC_LLM}._add_request": "self request prompt parent_req index queue",
     f"{WORKER}.load_model": "self load_dummy_weights",
+    f"{WORKER}.initialize_from_config": "self kv_cache_config",
+    f"{WORKER}._maybe_get_memory_pool_context": "self tag",
+    f"{WORKER}.execute_model": "self scheduler_output",
+    "vllm.v1.worker.utils:allocate_kv_cache": "kv_cache_config device layout kernel_block_sizes",
     "vllm.v1.worker.cpu_worker:CPUWorker.__init__": "self vllm_config local_rank rank "
     "distributed_init_method is_driver_worker",
     "vllm.v1.worker.cpu_worker:CPUWorker.init_device": "self",
@@ -73,7 +77,8 @@ SIGNATURES = {
 
 INSTANCE_ATTRIBUTES = {
     SCHEDULER: "waiting kv_holding_waiting running requests finished_req_ids kv_cache_manager "
-    "max_num_scheduled_tokens max_model_len connector block_size vllm_config",
+    "max_num_scheduled_tokens max_model_len connector block_size vllm_config "
+    "kv_cache_config",
     CORE: "scheduler",
     POOL: "num_gpu_blocks blocks free_block_queue",
     QUEUE: "fake_free_list_head fake_free_list_tail",
@@ -96,6 +101,8 @@ FIELDS = {
     "vllm.v1.core.kv_cache_utils:KVCacheBlock": "block_id ref_cnt block_hash is_null next_free_block",
     "vllm.v1.core.sched.output:SchedulerOutput": "total_num_scheduled_tokens num_scheduled_tokens "
     "scheduled_new_reqs scheduled_cached_reqs preempted_req_ids",
+    "vllm.v1.kv_cache_interface:KVCacheConfig": "num_blocks kv_cache_tensors",
+    "vllm.v1.kv_cache_interface:KVCacheTensor": "size layers layer_stride block_stride offset host_resident",
     "vllm.v1.core.sched.output:NewRequestData": "req_id num_computed_tokens",
     "vllm.v1.core.sched.output:CachedRequestData": "resumed_req_ids",
     "vllm.config:VllmConfig": "parallel_config kv_transfer_config device_config model_config",

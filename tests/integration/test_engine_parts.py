@@ -184,7 +184,7 @@ def test_what_cannot_be_updated_is_refused_at_start() -> None:
 # ---- KV budget on vLLM's own block pool -----------------------------------------------------------
 
 
-def budget_of(blocks: int) -> tuple[Any, Any]:
+def budget_of(blocks: int, group_blocks: int = 1) -> tuple[Any, Any]:
     from vllm.v1.core.block_pool import BlockPool  # noqa: PLC0415
 
     from rose.engines.vllm.kv_budget import KvBudget  # noqa: PLC0415
@@ -193,7 +193,15 @@ def budget_of(blocks: int) -> tuple[Any, Any]:
     holders = SimpleNamespace(req_to_blocks={})
     coordinator = SimpleNamespace(single_type_managers=[holders])
     manager = SimpleNamespace(block_pool=pool, coordinator=coordinator)
-    return KvBudget(SimpleNamespace(kv_cache_manager=manager, block_size=16)), pool  # type: ignore[arg-type]
+    scheduler: Any = SimpleNamespace(kv_cache_manager=manager, block_size=16, requests={})
+    return KvBudget(scheduler, group_blocks), pool
+
+
+def held_by(budget: Any, **blocks: list[Any]) -> None:
+    """These requests hold these blocks, and computed all their tokens."""
+    budget._managers[0].req_to_blocks = blocks
+    for name, held in blocks.items():
+        budget._scheduler.requests[name] = SimpleNamespace(num_computed_tokens=16 * len(held))
 
 
 def test_a_budget_parks_and_gives_back() -> None:
@@ -220,18 +228,67 @@ def test_a_block_that_is_still_held_defers_the_budget() -> None:
     assert pool.get_num_free_blocks() == 10
 
 
-def test_holders_above_the_budget_are_found() -> None:
+def test_a_cut_takes_free_blocks_first_wherever_they_are() -> None:
     budget, pool = budget_of(33)
-    low, high = pool.get_new_blocks(4), pool.get_new_blocks(4)
-    budget._managers[0].req_to_blocks = {
-        "low": low,
-        "high": high,
-        "both": [low[0], high[0]],
-        "null": [pool.null_block],
-    }
-    assert budget.holders_above(4) == {"high", "both"}
-    assert budget.holders_above(32) == set()
-    assert budget.holders_above(1) == {"low", "high", "both"}
+    low, high = pool.get_new_blocks(4), pool.get_new_blocks(28)[-4:]
+    pool.free_blocks(pool.blocks[5:29])
+    held_by(budget, low=low, high=high)
+    assert budget.victims(8) == []
+    assert budget.set(8)
+    assert budget.used_blocks == 8
+    assert not budget.parked[[block.block_id for block in low + high]].any()
+
+
+def test_victims_are_the_cheapest_and_no_more_than_needed() -> None:
+    budget, pool = budget_of(33)
+    long, short, middle = pool.get_new_blocks(12), pool.get_new_blocks(3), pool.get_new_blocks(6)
+    held_by(budget, long=long, short=short, middle=[pool.null_block, *middle])
+    assert budget.victims(21) == []
+    assert budget.victims(20) == ["short"]
+    assert budget.victims(14) == ["short", "middle"]
+    assert budget.victims(9) == ["long"]  # the two others together would not do
+
+
+def test_what_others_share_costs_nothing_to_compute_anew() -> None:
+    budget, pool = budget_of(33)
+    prefix, own, alone = pool.get_new_blocks(10), pool.get_new_blocks(4), pool.get_new_blocks(6)
+    pool.touch(prefix)  # a second holder
+    held_by(budget, one=prefix + own[:2], two=prefix + own[2:], alone=alone)
+    assert budget.victims(18) == ["one"]  # longest of all, but cheapest
+    assert budget.victims(16) == ["one", "two"]
+
+
+def test_whole_groups_come_free() -> None:
+    budget, pool = budget_of(33, group_blocks=4)
+    taken = pool.get_new_blocks(32)
+    one, two = taken[:11], taken[11:23]  # blocks 1 to 11 and 12 to 23; the rest is free
+    pool.free_blocks(taken[23:])
+    held_by(budget, one=one, two=two)
+    assert budget.victims(23) == []
+    assert budget.set(24)
+    assert budget.parked[25:].all()
+    victims = budget.victims(20)
+    assert victims == ["one"]
+    pool.free_blocks(one)
+    del budget._managers[0].req_to_blocks["one"]
+    assert budget.set(20)
+    assert budget.parked_blocks == 12
+    groups = np.flatnonzero(budget.parked) // 4
+    assert set(groups) == {6, 7, 8, 2} or set(groups) == {6, 7, 8, 1}
+
+
+def test_parking_spares_what_the_prefix_cache_holds() -> None:
+    budget, pool = budget_of(17)
+    blocks = pool.get_new_blocks(16)
+    cached = blocks[-4:]
+    for number, block in enumerate(cached):
+        block._block_hash = bytes([number]) * 36
+        pool.cached_block_hash_to_block.insert(block._block_hash, block)
+    pool.free_blocks(blocks)
+    assert budget.set(4)
+    assert sorted(np.flatnonzero(~budget.parked)) == [0, *(block.block_id for block in cached)]
+    assert budget.set(2)
+    assert sum(block.block_hash is not None for block in cached) == 2
 
 
 def test_what_fits_counts_whole_blocks() -> None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from rose_kernels.arena.base import Arena
+from rose_kernels.arena.host import HostArena
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from rose.engines.vllm.worker import RoseWorkerMixin
 
 
 class RoseCPUWorker(RoseWorkerMixin, CPUWorker):
-    """vLLM's CPU worker, bound to its cores, with live weights."""
+    """vLLM's CPU worker, bound to its cores, with live weights and a KV cache that can shrink."""
 
     def init_device(self) -> Any:
         """As vLLM, after asking the kernel for the AMX tiles where the CPU has them.
@@ -22,3 +24,7 @@ class RoseCPUWorker(RoseWorkerMixin, CPUWorker):
         if torch.cpu._is_amx_tile_supported():
             torch.cpu._init_amx()
         return super().init_device()
+
+    def _rose_new_arena(self, size_bytes: int) -> tuple[Arena, torch.Tensor] | None:
+        arena = HostArena(size_bytes)
+        return arena, torch.frombuffer(arena.memory, dtype=torch.int8, count=size_bytes)

@@ -10,6 +10,7 @@ from rose.boards import BoardWriter
 from rose.core.latency import WindowQuantile
 from rose.core.readings import LimitStatus, ReplicaReading, Unknown
 from rose.engines.vllm.kv_budget import KvBudget
+from rose.engines.vllm.kv_orders import KvMemory
 from rose.engines.vllm.settings import PluginSettings
 from rose.engines.vllm.step_gate import StepGate
 from rose.units import ms_to_ns
@@ -77,13 +78,21 @@ class ReplicaBoard:
         self._overhead_ns += spent_ns
 
     def publish(
-        self, gate: StepGate, kv: KvBudget, *, running: int, waiting: int, weight_version: int
+        self,
+        gate: StepGate,
+        kv: KvBudget,
+        memory: KvMemory,
+        *,
+        running: int,
+        waiting: int,
+        weight_version: int,
     ) -> None:
-        """Write the board."""
+        """Write the board.  A budget is applied when the memory beyond it has been given back."""
         self._published_ns = time.monotonic_ns()
+        memory.look(self._published_ns)
         policy, admission = gate.policy, gate.last
         limit_status = gate.limit_status
-        if limit_status == LimitStatus.APPLIED and not self.budget_complete:
+        if limit_status == LimitStatus.APPLIED and not (self.budget_complete and memory.settled):
             limit_status = LimitStatus.DEFERRED
         self._writer.publish(
             ReplicaReading(
@@ -115,6 +124,7 @@ class ReplicaBoard:
                 drift_permille=gate.drift_permille,
                 margin_ns=gate.margin_ns,
                 journal_dropped=gate.journal_dropped,
+                kv_resident_bytes=memory.resident_bytes,
             )
         )
 

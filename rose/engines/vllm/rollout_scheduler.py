@@ -20,7 +20,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.request import RequestStatus
 
 from rose.core.readings import Unknown
-from rose.engines.vllm.kv_budget import KvBudget
+from rose.engines.vllm.kv_budget import elastic_budget
 from rose.engines.vllm.replica_board import ReplicaBoard
 from rose.engines.vllm.settings import PluginSettings
 from rose.engines.vllm.step_gate import StepGate, StepInFlight
@@ -61,7 +61,7 @@ class RolloutMixin:
         self._rose_gate = StepGate(settings, step_tokens_max=self.max_num_scheduled_tokens)
         if (profile := settings.profile(self.vllm_config)) is not None:
             self._rose_gate.start_from(profile)
-        self._rose_kv = KvBudget(self)
+        self._rose_memory, self._rose_kv = elastic_budget(self, settings)
         self._rose_ended: list[tuple[Any, str]] = []
         self._rose_steps: deque[StepInFlight] = deque()
         self._rose_rotation = 0
@@ -132,6 +132,7 @@ class RolloutMixin:
             updated_ns = time.monotonic_ns()
             if scheduler_output.total_num_scheduled_tokens and self._rose_steps:
                 step = self._rose_steps.popleft()
+                self._rose_memory.step_ended()
                 duration_ns = self._rose_board.step_ended(step.started_ns, entered_ns)
                 self._rose_gate.step_ended(step, duration_ns)
             self._rose_tell_ended(outputs)
@@ -239,8 +240,9 @@ class RolloutMixin:
         if wanted == self._rose_kv.budget_blocks and self._rose_board.budget_complete:
             return
         if wanted < self._rose_kv.budget_blocks:
-            self._rose_end(self._rose_kv.holders_above(wanted), KV_BUDGET_CUT)
+            self._rose_end(self._rose_kv.victims(wanted), KV_BUDGET_CUT)
         self._rose_board.budget_complete = self._rose_kv.set(wanted)
+        self._rose_memory.order(self._rose_kv.parked, len(self._rose_steps))
         self._rose_end_those_too_large(list(self.requests))
 
     def _rose_end_those_too_large(self, request_ids: Iterable[str]) -> None:
@@ -254,6 +256,7 @@ class RolloutMixin:
         self._rose_board.publish(
             self._rose_gate,
             self._rose_kv,
+            self._rose_memory,
             running=len(self.running),
             waiting=len(self.waiting) + len(self.kv_holding_waiting),
             weight_version=int(self._rose_version),

@@ -5,20 +5,33 @@ The methods named `rose_*` are called through `collective_rpc` and answer plain 
 
 from __future__ import annotations
 
+import logging
 import os
+from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
+from rose_kernels.arena.base import Arena
+
 from rose.engines.live import LiveWeights
+from rose.engines.vllm.kv_arena import ArenaAllocation, KvHolder
+from rose.engines.vllm.kv_layout import KvLayout
 from rose.engines.vllm.plugin import bind_process
 from rose.engines.vllm.settings import PluginSettings
+from rose.engines.vllm.slack_board import RankShape
 from rose.engines.vllm.weights import RoseWeightTransferEngine
 from rose.errors import RoseError
+
+log = logging.getLogger(__name__)
 
 
 class RoseWorkerMixin:
     """Goes before a vLLM worker class among the bases."""
 
     weight_transfer_engine: Any
+    vllm_config: Any
+    _rose_allocation: ArenaAllocation | None = None
+    _rose_kv: KvHolder | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._bind()  # before any pool of threads exists
@@ -34,6 +47,43 @@ class RoseWorkerMixin:
         settings = PluginSettings.from_environ()
         if settings is not None:
             bind_process(settings.worker_cores, idle_priority=settings.worker_idle_priority)
+
+    # ---- KV memory --------------------------------------------------------------------------------
+
+    def _rose_new_arena(self, size_bytes: int) -> tuple[Arena, torch.Tensor] | None:
+        """An arena for the KV cache, and int8 over it; None where there is none for the device."""
+        return None
+
+    def initialize_from_config(self, kv_cache_config: Any) -> None:
+        """As vLLM; a rollout engine has its KV cache in an arena, so that parts of it can be given back."""
+        settings = PluginSettings.from_environ()
+        layout = KvLayout.of(kv_cache_config)
+        if settings is not None and settings.role == "rollout":
+            made = self._rose_new_arena(layout.size_bytes) if layout else None
+        else:
+            made = None
+        if made is not None:
+            self._rose_allocation = ArenaAllocation(made[1])
+        super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
+        if made is None or settings is None or layout is None:
+            return
+        if self._rose_allocation is None or not self._rose_allocation.answered:
+            log.warning("KV memory is not elastic: vLLM did not allocate its cache as expected")
+            return
+        engine = RankShape.of(self.vllm_config).board_name(settings.name)
+        self._rose_kv = KvHolder(made[0], layout, settings.boards, engine)
+
+    def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[Any]:
+        if tag == "kv_cache" and self._rose_allocation is not None:
+            return self._rose_allocation
+        context: AbstractContextManager[Any] = super()._maybe_get_memory_pool_context(tag)  # type: ignore[misc]
+        return context
+
+    def execute_model(self, *args: Any, **kwargs: Any) -> Any:
+        """As vLLM, once there is memory behind every block that the step may use."""
+        if self._rose_kv is not None:
+            self._rose_kv.before_step()
+        return super().execute_model(*args, **kwargs)  # type: ignore[misc]
 
     def rose_process(self) -> dict[str, Any]:
         """Who this worker is, and where the kernel lets it run."""

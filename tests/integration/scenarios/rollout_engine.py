@@ -117,9 +117,10 @@ def run(between: Any = None, tokens: int = 160) -> dict[int, dict[str, Any]]:
     return outcome
 
 
-def held_ids() -> list[int]:
+def held() -> list[int]:
+    """Blocks that each request holds, ascending."""
     manager = scheduler.kv_cache_manager.coordinator.single_type_managers[0]
-    return sorted(max(b.block_id for b in blocks) for blocks in manager.req_to_blocks.values() if blocks)
+    return sorted(len(blocks) for blocks in manager.req_to_blocks.values())
 
 
 reference = generate()
@@ -171,25 +172,37 @@ def open_later(step: int) -> None:
 outcome = run(open_later)
 facts["closed_then_open_identical"] = [outcome[i]["tokens"] for i in range(8)] == reference
 
-# A KV cut in mid-generation: those above it end with what they have, the others go on.
+# A KV cut in mid-generation: as many as it takes end with what they have, the others go on.
 scheduler.reset_prefix_cache()
 cut: dict[str, int] = {}
 
 
-def cut_at_60(step: int) -> None:
-    if step == 60:
-        tops = held_ids()
-        cut["blocks"] = tops[-3] - 1  # three victims at least
+def settled(seconds: float = 5) -> None:
+    """Until the worker gave back the memory of what is parked."""
+    deadline = time.monotonic() + seconds
+    while not scheduler._rose_memory.settled and time.monotonic() < deadline:
+        time.sleep(0.01)
+        scheduler._rose_memory.look(time.monotonic_ns())
+
+
+def cut_at_130(step: int) -> None:
+    if step == 130:
+        cut["blocks"] = sum(held()) - held()[-1] - held()[-2] - 1  # three victims at least
+        cut["resident_before"] = reading().kv_resident_bytes
         cut["revision"] = rosed.policy.revision + 1
         rosed.set(kv_budget_blocks=cut["blocks"])
-    if step == 62:
-        cut["top_after"] = max(held_ids(), default=0)
+    if step == 132:
+        settled()
+    if step == 133:
+        cut["held_after"] = sum(held())
+        cut["in_use_bytes"] = scheduler._rose_memory.holding.mapped_bytes
+        cut["resident_after"] = reading().kv_resident_bytes
         cut["reported_revision"] = reading().policy_revision
         cut["reported_budget"] = reading().kv_budget_blocks
         cut["limit_status"] = reading().limit_status
 
 
-outcome = run(cut_at_60)
+outcome = run(cut_at_130, tokens=148)  # survivors need no more blocks than they have
 facts["cut"] = cut
 facts["cut_outcome"] = [
     {
