@@ -332,7 +332,11 @@ class Boards:
                 reading = dict.fromkeys(ReplicaReading._fields, 0)
                 reading |= {"stamp_ns": now_ns, "gate_open": 1, "running": running}
                 reading |= {"tokens": self._state.tokens, "aborted_requests": self._state.aborted}
-                reading |= {"kv_total_blocks": 1024, "weight_version": self._state.version}
+                reading |= {
+                    "kv_total_blocks": 1024,
+                    "weight_version": self._state.version,
+                    "kv_resident_bytes": -1,
+                }
                 self._replica.publish(ReplicaReading(**reading))
             await asyncio.sleep(0.02)
 

@@ -122,7 +122,7 @@ def test_memory_falls_on_a_cut_in_mid_generation_and_tokens_stay(replica: Replic
             assert outcome in ended or len(outcome["token_ids"]) == TOKENS
 
         given_back = (BLOCKS - budget) * BLOCK_BYTES
-        assert full - cut > 0.9 * given_back
+        assert full - cut > 0.8 * given_back
         assert after.kv_resident_bytes <= (budget + 2) * BLOCK_BYTES
 
         assert replica.budget(0).kv_resident_bytes <= (budget + 2) * BLOCK_BYTES  # granted is not yet touched
