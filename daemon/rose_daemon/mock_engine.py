@@ -27,6 +27,7 @@ from rose.boards import BoardWriter
 from rose.core.readings import NEVER, ReplicaReading, SlackReading
 from rose.engines.vllm.settings import PluginSettings
 from rose_daemon import mock_model
+from rose_daemon.mock_cache import PrefixCache
 from rose_daemon.mock_shapes import Generation, Shaper, understand
 
 _ABORT_CUT = "rose:kv_budget_cut"
@@ -53,6 +54,13 @@ class MockState:
     """Bodies of all generation requests, oldest first."""
     tokens: int = 0
     aborted: int = 0
+    silent_s: float = 0.0
+    """Time before a request is taken in, in which nothing is answered."""
+    prefixes: PrefixCache = field(default_factory=PrefixCache)
+
+    def root(self, body: dict[str, Any]) -> tuple[object, ...]:
+        """What sets a request's prefixes apart, beside their tokens."""
+        return (self.version, body.get("cache_salt"))
 
     def abort(self, reason: str | None, names: list[str] | None = None) -> int:
         """End requests in flight (all, or the named ones) as an abort; answers how many."""
@@ -161,12 +169,15 @@ class _Handlers:
         if isinstance(understood, str):
             return _error(400, understood)
         state.served.append(body)
+        if state.silent_s:
+            await asyncio.sleep(state.silent_s)
         base = http.headers.get("X-Request-Id") or uuid.uuid4().hex
         shown = f"chatcmpl-{base}" if chat else f"cmpl-{base}"
         name = shown if chat else f"{shown}-0"
         run = state.requests[name] = Running()
         try:
             shaper = Shaper(shown, state.model, understood)
+            shaper.cached_tokens = state.prefixes.look_up(understood.prompts, state.root(body))
             if understood.stream:
                 return await self._stream(http, understood, run, shaper)
             async for _ in self._sampled(understood, run, shaper):
@@ -190,22 +201,19 @@ class _Handlers:
     async def _sampled(self, generation: Generation, run: Running, shaper: Shaper) -> Any:
         """Chunks, one a token.  Weights may change in between, as they do in an engine."""
         state = self._state
-        tokens = list(generation.prompt)
         if generation.chat:
             yield shaper.opening()
-        for position in range(generation.tokens_max):
+        while running := [choice for choice in shaper.choices if choice.open]:
             await self._pause(run)
-            if run.aborted is not None:
-                yield shaper.end("abort", run.aborted or None)
-                return
-            sampled = mock_model.sample(tokens, state.version)
-            tokens.append(sampled.token)
-            state.tokens += 1
-            ends = sampled.token == mock_model.EOS and not generation.wants("ignore_eos")
-            last = position + 1 == generation.tokens_max
-            yield shaper.token(sampled, "stop" if ends else "length" if last else None)
-            if ends:
-                return
+            for choice in running:
+                if run.aborted is not None:
+                    yield shaper.end(choice, "abort", run.aborted or None)
+                    continue
+                step = choice.sampler.step(state.version)
+                state.tokens += 1
+                yield shaper.token(choice, step)
+                if not choice.open:
+                    state.prefixes.keep(choice.prompt + choice.sampler.output, state.root(generation.body))
 
     async def _pause(self, run: Running) -> None:
         """The time of one token; for ever while stalled, until the request is aborted."""

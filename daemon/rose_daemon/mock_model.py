@@ -55,9 +55,9 @@ def chat_prompt(messages: Sequence[dict[str, object]]) -> list[int]:
     return [*tokens, HEADER, *encode("assistant\n")]
 
 
-def sample(tokens: Sequence[int], version: int) -> Sample:
-    """The token that follows `tokens` under weights `version`."""
-    image = ",".join(map(str, tokens[-64:])) + f"|{len(tokens)}|{version}"
+def sample(tokens: Sequence[int], version: int, state: str = "") -> Sample:
+    """The token that follows `tokens` under weights `version`; `state` is what else the draw depends on."""
+    image = ",".join(map(str, tokens[-64:])) + f"|{len(tokens)}|{version}{state}"
     draw = hashlib.blake2b(image.encode(), digest_size=4).digest()
     second = _PRINTABLE[draw[3] % len(_PRINTABLE)]
     if tokens and tokens[-1] == _LEAD:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import time
 from dataclasses import dataclass
 from typing import Any
 
 from rose_daemon import mock_model
+from rose_daemon.mock_sampling import Sampler, Step
 
 
 @dataclass(frozen=True)
@@ -14,8 +16,10 @@ class Generation:
     """A generation request, understood."""
 
     chat: bool
-    prompt: list[int]
-    tokens_max: int
+    prompts: list[list[int]]
+    per_prompt: int
+    tokens_max: list[int]
+    """A prompt."""
     logprobs: int | None
     stream: bool
     body: dict[str, Any]
@@ -24,46 +28,40 @@ class Generation:
         """Whether a flag of the body is set."""
         return bool(self.body.get(name))
 
+    def choices(self) -> list[tuple[list[int], int]]:
+        """(prompt, most tokens) of each choice, in order of their index."""
+        pairs = zip(self.prompts, self.tokens_max, strict=True)
+        return [pair for pair in pairs for _ in range(self.per_prompt)]
+
 
 class Shaper:
-    """Shows tokens as vLLM 0.32 does."""
+    """Shows the output of a request as vLLM 0.32 does."""
 
     def __init__(self, name: str, model: str, generation: Generation) -> None:
         self._generation = generation
-        self._text = mock_model.TextStream()
-        self._shown: list[str] = []
-        self._token_ids: list[int] = []
-        self._logprobs: list[dict[str, Any]] = []
-        self._ending: tuple[str, str | None] = ("length", None)
-        self._prompt_shown = False
         kind = "chat.completion.chunk" if generation.chat else "text_completion"
         self._head = {"id": name, "object": kind, "created": int(time.time()), "model": model}
+        self.cached_tokens = 0
+        self.choices = [
+            ChoiceShaper(generation, index, prompt, tokens_max)
+            for index, (prompt, tokens_max) in enumerate(generation.choices())
+        ]
 
     def opening(self) -> dict[str, Any]:
         """The first chunk of a chat."""
-        chunk = self._chunk({"delta": {"role": "assistant", "content": ""}, "finish_reason": None})
-        return chunk | self._prompt_ids()
+        delta = {"delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+        chunk = self._chunk(delta | {"index": 0})
+        if self._generation.wants("return_token_ids"):
+            chunk["prompt_token_ids"] = self._generation.prompts[0]
+        return chunk
 
-    def token(self, sampled: mock_model.Sample, finish_reason: str | None) -> dict[str, Any]:
+    def token(self, choice: ChoiceShaper, step: Step) -> dict[str, Any]:
         """The chunk of one token."""
-        text = "" if finish_reason == "stop" else self._text.feed(sampled.token)
-        self._shown.append(text)
-        self._token_ids.append(sampled.token)
-        if finish_reason is not None:
-            self._ending = (finish_reason, None)
-        choice: dict[str, Any] = {"finish_reason": finish_reason, "logprobs": None}
-        if self._generation.logprobs is not None:
-            self._logprobs.append(self._logprob(sampled))
-            choice["logprobs"] = self._logprob_table(self._logprobs[-1:])
-        if finish_reason is not None:
-            choice["stop_reason"] = None
-        return self._output(choice, text, [sampled.token])
+        return self._chunk(choice.token(step))
 
-    def end(self, finish_reason: str, stop_reason: str | None) -> dict[str, Any]:
+    def end(self, choice: ChoiceShaper, finish_reason: str, stop_reason: str | None) -> dict[str, Any]:
         """A last chunk without a token."""
-        self._ending = (finish_reason, stop_reason)
-        choice = {"finish_reason": finish_reason, "stop_reason": stop_reason, "logprobs": None}
-        return self._output(choice, "", [])
+        return self._chunk(choice.end(finish_reason, stop_reason))
 
     def usage_chunk(self) -> dict[str, Any]:
         """The chunk after the last one."""
@@ -71,49 +69,101 @@ class Shaper:
 
     def whole(self) -> dict[str, Any]:
         """The body of an answer that is not streamed."""
-        finish_reason, stop_reason = self._ending
-        choice: dict[str, Any] = {"index": 0, "finish_reason": finish_reason, "stop_reason": stop_reason}
-        choice["logprobs"] = self._logprob_table(self._logprobs) if self._logprobs else None
-        text = "".join(self._shown)
-        body = dict(self._head)
+        body = dict(self._head) | {"choices": [choice.whole() for choice in self.choices]}
         if self._generation.chat:
             body["object"] = "chat.completion"
-            choice["message"] = {"role": "assistant", "content": text}
-            body |= self._prompt_ids()
-        else:
-            choice["text"] = text
-            choice |= self._prompt_ids()
-        if self._generation.wants("return_token_ids"):
-            choice["token_ids"] = self._token_ids
-        return body | {"choices": [choice], "usage": self._usage()}
-
-    def _output(self, choice: dict[str, Any], text: str, token_ids: list[int]) -> dict[str, Any]:
-        if self._generation.chat:
-            choice["delta"] = {"content": text}
-        else:
-            choice["text"] = text
-            choice |= self._prompt_ids()
-        if self._generation.wants("return_token_ids"):
-            choice["token_ids"] = token_ids
-        return self._chunk(choice)
+            if self._generation.wants("return_token_ids"):
+                body["prompt_token_ids"] = self._generation.prompts[0]
+        return body | {"usage": self._usage()}
 
     def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
-        return self._head | {"choices": [{"index": 0} | choice]}
+        return self._head | {"choices": [choice]}
 
-    def _prompt_ids(self) -> dict[str, Any]:
-        if self._prompt_shown or not self._generation.wants("return_token_ids"):
-            return {}
-        self._prompt_shown = True
-        return {"prompt_token_ids": self._generation.prompt}
+    def _usage(self) -> dict[str, Any]:
+        prompt = sum(map(len, self._generation.prompts))
+        output = sum(len(choice.sampler.output) for choice in self.choices)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": output,
+            "total_tokens": prompt + output,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
 
-    def _usage(self) -> dict[str, int]:
-        prompt, output = len(self._generation.prompt), len(self._token_ids)
-        return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
+
+class ChoiceShaper:
+    """One choice of a request."""
+
+    def __init__(self, generation: Generation, index: int, prompt: list[int], tokens_max: int) -> None:
+        self._generation = generation
+        self.index = index
+        self.prompt = prompt
+        self.sampler = Sampler(prompt, generation.body, index % generation.per_prompt, tokens_max)
+        self.open = True
+        self._shown: list[str] = []
+        self._logprobs: list[dict[str, Any]] = []
+        self._ending: tuple[str, int | str | None] = ("length", None)
+        self._prompt_shown = generation.chat
+
+    def token(self, step: Step) -> dict[str, Any]:
+        """The choice of a chunk with one token."""
+        self._shown.append(step.text)
+        choice: dict[str, Any] = {"finish_reason": step.finish_reason, "logprobs": None}
+        if self._generation.logprobs is not None:
+            self._logprobs.append(self._logprob(step.sample))
+            choice["logprobs"] = self._logprob_table(self._logprobs[-1:])
+        if step.finish_reason is not None:
+            self.open = False
+            self._ending = (step.finish_reason, step.stop_reason)
+            choice["stop_reason"] = step.stop_reason
+        return self._output(choice, step.text, [step.sample.token])
+
+    def end(self, finish_reason: str, stop_reason: str | None) -> dict[str, Any]:
+        """The choice of a last chunk without a token."""
+        self.open = False
+        self._ending = (finish_reason, stop_reason)
+        choice = {"finish_reason": finish_reason, "stop_reason": stop_reason, "logprobs": None}
+        return self._output(choice, "", [])
+
+    def whole(self) -> dict[str, Any]:
+        """The choice of an answer that is not streamed."""
+        finish_reason, stop_reason = self._ending
+        choice: dict[str, Any] = {
+            "index": self.index,
+            "finish_reason": finish_reason,
+            "stop_reason": stop_reason,
+            "logprobs": self._logprob_table(self._logprobs) if self._logprobs else None,
+        }
+        text = "".join(self._shown)
+        if self._generation.chat:
+            choice["message"] = {"role": "assistant", "content": text}
+        else:
+            choice["text"] = text
+        if self._generation.wants("return_token_ids"):
+            choice["token_ids"] = self.sampler.output
+            if not self._generation.chat:
+                choice["prompt_token_ids"] = self.prompt
+        return choice
+
+    def _output(self, choice: dict[str, Any], text: str, token_ids: list[int]) -> dict[str, Any]:
+        choice |= {"index": self.index} | ({"delta": {"content": text}} if self._generation.chat else {})
+        if not self._generation.chat:
+            choice["text"] = text
+        if self._generation.wants("return_token_ids"):
+            choice["token_ids"] = token_ids
+            if not self._prompt_shown:
+                self._prompt_shown = True
+                choice["prompt_token_ids"] = self.prompt
+        return choice
 
     def _logprob(self, sampled: mock_model.Sample) -> dict[str, Any]:
         pairs = ((sampled.token, sampled.logprob), (sampled.second, sampled.second_logprob))
-        texts = [(mock_model.decode([token]), logprob) for token, logprob in pairs]
+        texts = [(self._name(token), logprob) for token, logprob in pairs]
         return {"token": texts[0][0], "logprob": texts[0][1], "top": texts}
+
+    def _name(self, token: int) -> str:
+        if self._generation.wants("return_tokens_as_token_ids"):
+            return f"token_id:{token}"
+        return mock_model.decode([token])
 
     def _logprob_table(self, entries: list[dict[str, Any]]) -> dict[str, Any]:
         alternatives = self._generation.logprobs or 0
@@ -143,19 +193,30 @@ def understand(chat: bool, body: dict[str, Any], context: int) -> Generation | s
         messages = body.get("messages")
         if not isinstance(messages, list) or not messages:
             return "messages: field required"
-        prompt = mock_model.chat_prompt(messages)
+        prompts = [mock_model.chat_prompt(messages)]
         limit: int = body.get("max_completion_tokens") or body.get("max_tokens") or 0
         logprobs = body.get("top_logprobs") or 0 if body.get("logprobs") else None
     else:
-        given = body.get("prompt")
-        if not given:
+        prompts = _prompts(body)
+        if not prompts:
             return "Either prompt or prompt_embeds must be provided and non-empty."
-        prompt = mock_model.encode(given) if isinstance(given, str) else list(given)
         limit = body.get("max_tokens") or 16
         logprobs = body.get("logprobs")
     if not 0 <= float(body.get("temperature") or 0) <= 100:
         return "temperature must be non-negative"
-    room = context - len(prompt)
-    if room <= 0:
+    rooms = [context - len(prompt) for prompt in prompts]
+    if min(rooms) <= 0:
         return f"This model's maximum context length is {context} tokens."
-    return Generation(chat, prompt, min(limit or room, room), logprobs, bool(body.get("stream")), body)
+    tokens_max = [min(limit or room, room) for room in rooms]
+    stream = bool(body.get("stream"))
+    return Generation(chat, prompts, body.get("n") or 1, tokens_max, logprobs, stream, body)
+
+
+def _prompts(body: dict[str, Any]) -> list[list[int]]:
+    """Prompts of a completion; an embedding stands for the bytes of its tensor."""
+    embeds = body.get("prompt_embeds") or []
+    prompts = [list(base64.b64decode(part)) for part in ([embeds] if isinstance(embeds, str) else embeds)]
+    given = body.get("prompt") or []
+    if isinstance(given, str) or (given and isinstance(given[0], int)):
+        given = [given]
+    return prompts + [mock_model.encode(part) if isinstance(part, str) else list(part) for part in given]

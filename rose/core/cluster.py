@@ -29,6 +29,7 @@ from rose.core.effects import ClusterEffect, GrantLease, RevokeLease, Say, TellS
 from rose.core.events import (
     ClusterEvent,
     JobEnded,
+    JobPaused,
     JobStepBegan,
     JobStepEnded,
     JobSubmitted,
@@ -38,6 +39,7 @@ from rose.core.events import (
     ReplicaDrainRequested,
     ReplicaReport,
     Tick,
+    TrajectoryEnded,
     TrajectoryPinned,
     TurnArrived,
     TurnCancelled,
@@ -53,12 +55,13 @@ from rose.core.routing import Condition, Router
 from rose.core.switching import SwitchCost
 from rose.core.turns import TurnCounts
 from rose.core.versions import JobVersions
-from rose.units import NS_PER_MS, JobId, NodeId, ReplicaId, WeightVersion
+from rose.units import NS_PER_MS, JobId, NodeId, ReplicaId
 
 __all__ = ["ClusterMachine", "ClusterSettings"]
 
 _TurnEvent = (
     TrajectoryPinned
+    | TrajectoryEnded
     | TurnArrived
     | TurnProgressed
     | TurnFinished
@@ -67,7 +70,7 @@ _TurnEvent = (
     | TurnCancelled
 )
 _NodeEvent = NodeRegistered | NodeHeartbeat | NodeLeft | ReplicaDrainRequested
-_JobEvent = JobSubmitted | JobEnded | JobStepBegan | JobStepEnded | VersionPublished
+_JobEvent = JobSubmitted | JobEnded | JobPaused | JobStepBegan | JobStepEnded | VersionPublished
 
 
 @dataclass(slots=True)
@@ -110,19 +113,16 @@ class ClusterMachine:
 
     def step(self, event: ClusterEvent, now_ns: int) -> list[ClusterEffect]:
         """Take in one event; answers what to do, in order."""
-        match event:
-            case TurnProgressed() | TurnArrived() | TurnFinished() | TurnInterrupted() | TurnRefused():
-                self._turn_event(event, now_ns)
-            case TurnCancelled() | TrajectoryPinned():
-                self._turn_event(event, now_ns)
-            case NodeHeartbeat() | NodeRegistered() | NodeLeft() | ReplicaDrainRequested():
-                self._node_event(event, now_ns)
-            case JobSubmitted() | JobEnded() | JobStepBegan() | JobStepEnded() | VersionPublished():
-                self._job_event(event, now_ns)
-            case Tick():
-                self._tick(now_ns)
-            case _:
-                assert_never(event)
+        if isinstance(event, _TurnEvent):
+            self._turn_event(event, now_ns)
+        elif isinstance(event, _NodeEvent):
+            self._node_event(event, now_ns)
+        elif isinstance(event, _JobEvent):
+            self._job_event(event, now_ns)
+        elif isinstance(event, Tick):
+            self._tick(now_ns)
+        else:
+            assert_never(event)
         if self._replan:
             self._place(now_ns)
         self._dispatcher.drain(now_ns)
@@ -207,10 +207,12 @@ class ClusterMachine:
         match event:
             case TrajectoryPinned():
                 self._dispatcher.pinned(event, now_ns)
+            case TrajectoryEnded():
+                self._dispatcher.forget_trajectory(event)
             case TurnProgressed():
                 self._dispatcher.progressed(event, now_ns)
             case TurnArrived():
-                self._dispatcher.arrived(event, self._latest(event.job), now_ns)
+                self._dispatcher.arrived(event, self._versions(event.job), now_ns)
             case TurnFinished():
                 self._dispatcher.finished(event)
             case TurnInterrupted():
@@ -247,6 +249,8 @@ class ClusterMachine:
         match event:
             case JobEnded():
                 self._ended(job)
+            case JobPaused():
+                self._dispatcher.pause(job.turns, event)
             case JobStepBegan():
                 self._step_began(job, event, now_ns)
             case JobStepEnded():
@@ -392,6 +396,8 @@ class ClusterMachine:
         """Attempts on a version that no longer fits move."""
         if not job.versions.window.admits(self._membership.replicas[replica].report.weight_version):
             self._dispatcher.move_all(job.turns, replica, "version_unfit")
+        else:
+            self._dispatcher.move_unsuited(job.turns, replica)
 
     def _tell_step(self, job: _Job, node: NodeId) -> None:
         """Tell the node of the job's step, once a session."""
@@ -405,9 +411,9 @@ class ClusterMachine:
 
     # ---- look-ups ----------------------------------------------------------------------------------
 
-    def _latest(self, job: JobId) -> WeightVersion | None:
+    def _versions(self, job: JobId) -> JobVersions | None:
         known = self._jobs.get(job)
-        return None if known is None else known.versions.latest
+        return None if known is None else known.versions
 
     def _open_ns(self, replica: ReplicaId, now_ns: int) -> int:
         return self._membership.replicas[replica].open_ns(now_ns)
@@ -421,7 +427,7 @@ class ClusterMachine:
         replicas = tuple(self._view_replica(replica) for replica in held)
         queued = len(job.turns.queue)
         in_flight = len(job.turns.live) - queued
-        return JobView.of(job.spec, job.versions, job.turns.rolling, queued, in_flight, replicas)
+        return JobView.of(job.spec, job.versions, job.turns, queued, in_flight, replicas)
 
     def _view_replica(self, replica: Replica) -> ReplicaView:
         lease = self._placement.leases.get(replica.id)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from rose.core.dispatch import Tally
+from rose.core.dispatch import JobTurns, Tally
 from rose.core.events import JobSubmitted
 from rose.core.membership import Replica
 from rose.core.placement import Lease
@@ -90,6 +90,8 @@ class JobView(msgspec.Struct, frozen=True):
     rl_step: int | None
     rolling: bool
     """Between the begin and the end of a step."""
+    paused: bool
+    """A client holds its turns back."""
     staleness_max: int
     n_rl: int
     n_serving_max: int
@@ -103,7 +105,7 @@ class JobView(msgspec.Struct, frozen=True):
         cls,
         spec: JobSubmitted,
         versions: JobVersions,
-        rolling: bool,
+        turns: JobTurns,
         turns_queued: int,
         turns_in_flight: int,
         replicas: tuple[ReplicaView, ...],
@@ -115,7 +117,8 @@ class JobView(msgspec.Struct, frozen=True):
             required_version=versions.required,
             latest_version=versions.latest,
             rl_step=versions.rl_step,
-            rolling=rolling,
+            rolling=turns.rolling,
+            paused=turns.paused,
             staleness_max=spec.staleness_max,
             n_rl=spec.n_rl,
             n_serving_max=spec.n_serving_max,

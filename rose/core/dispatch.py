@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from rose.core.cluster_settings import ClusterSettings
 from rose.core.effects import ClusterEffect, DispatchTurn, FailTurn, ForgetTrajectory, Say, StopTurn
 from rose.core.events import (
+    JobPaused,
+    TrajectoryEnded,
     TrajectoryPinned,
     TurnArrived,
     TurnFinished,
@@ -23,7 +25,8 @@ from rose.core.readings import NEVER
 from rose.core.routing import Pick, Pins, Router, Want
 from rose.core.tokenmix import TokenMix
 from rose.core.turns import Turn, TurnCounts, TurnQueue
-from rose.units import JobId, ReplicaId, TrajectoryId, TurnId, WeightVersion
+from rose.core.versions import JobVersions, VersionWish
+from rose.units import JobId, ReplicaId, TrajectoryId, TurnId
 
 AttemptEvent = TurnProgressed | TurnFinished | TurnInterrupted | TurnRefused
 
@@ -38,6 +41,8 @@ class JobTurns:
     live: dict[TurnId, Turn] = field(default_factory=dict)
     rolling: bool = False
     """A step's rollouts are under way, so that few turns left means its tail."""
+    paused: bool = False
+    """The client holds its turns back."""
 
 
 @dataclass(slots=True)
@@ -49,6 +54,8 @@ class Tally:
     """Tokens of all attempts."""
     failures: int = 0
     """Attempts in a row that failed here without a token."""
+    progress_open_ns: int = 0
+    """Its open-gate clock when it last produced a token of any turn, or began one."""
 
 
 class Dispatcher:
@@ -118,6 +125,21 @@ class Dispatcher:
         del self.tallies[replica]
         self._suspended.pop(replica, None)
 
+    def pause(self, job: JobTurns, event: JobPaused) -> None:
+        """Hold the job's turns back, or let them go on."""
+        job.paused = event.paused
+        if event.paused and event.stop:
+            for replica in job.router.busy():
+                self.move_all(job, replica, "paused")
+        self.touch(job)
+
+    def move_unsuited(self, job: JobTurns, replica: ReplicaId) -> None:
+        """Move attempts whose turn asked for another version than the replica runs by now."""
+        version = job.router.version_on(replica)
+        for turn in job.router.turns_on(replica):
+            if not self._turns[turn].versions.admits(version):
+                self._move(self._turns[turn], "version_unfit")
+
     def move_all(self, job: JobTurns, replica: ReplicaId, reason: str) -> None:
         """End all attempts on a replica; their turns go on elsewhere."""
         for turn in job.router.turns_on(replica):
@@ -142,22 +164,27 @@ class Dispatcher:
         if event.job in self._jobs:
             self._forget(self.pins.put(event.job, event.trajectory, event.replica, now_ns))
 
-    def arrived(self, event: TurnArrived, latest: WeightVersion | None, now_ns: int) -> None:
-        """A turn came; `latest` is the newest version of its job, None if there is no such job."""
+    def forget_trajectory(self, event: TrajectoryEnded) -> None:
+        """The client is done with it."""
+        self._forget(self.pins.drop(event.job, event.trajectory))
+
+    def arrived(self, event: TurnArrived, versions: JobVersions | None, now_ns: int) -> None:
+        """A turn came; `versions` are those of its job, None if there is no such job."""
         if event.turn in self._turns:
             return
         self.counts.arrived += 1
         job = self._jobs.get(event.job)
-        if job is None or latest is None:
+        if job is None or versions is None:
             self._fail(event.turn, 404, "job_unknown", f"no job {event.job!r} is running")
             return
-        if event.version_min is not None and event.version_min > latest:
-            text = f"version {event.version_min} is not published; the latest is {latest}"
-            self._fail(event.turn, 409, "version_unavailable", text)
+        wish = VersionWish(event.version_min, event.version_exact)
+        if wish and not job.router.could_run(wish):
+            self._fail(event.turn, 409, "version_unavailable", f"no replica runs {_unmet(wish, versions)}")
             return
-        resumes = self.pins.get(event.job, event.trajectory) is not None
+        # A guess at the trajectory does not say that the turn continues one.
+        resumes = not event.hint and self.pins.get(event.job, event.trajectory) is not None
         weight = event.prompt_tokens + event.tokens_max
-        turn = Turn(event.turn, event.job, event.trajectory, weight, event.version_min, resumes)
+        turn = Turn(event.turn, event.job, event.trajectory, weight, wish, event.hint, resumes)
         turn.group, turn.task, turn.prompt_tokens = event.group, event.task, event.prompt_tokens
         self._turns[turn.id] = job.live[turn.id] = turn
         self._enqueue(job, turn)
@@ -171,9 +198,10 @@ class Dispatcher:
         turn = self._current(event)
         if turn is not None and event.tokens > turn.tokens:
             turn.tokens = event.tokens
-            self.tallies[event.replica].failures = 0
             turn.progress_ns = now_ns
             turn.progress_open_ns = self._open_clock(event.replica, now_ns)
+            self.tallies[event.replica].progress_open_ns = turn.progress_open_ns
+            self._works(event.replica, turn.job)
 
     def finished(self, event: TurnFinished) -> None:
         """The answer is complete."""
@@ -182,7 +210,7 @@ class Dispatcher:
             turn.tokens = event.tokens
             self._measure(turn)
             self.tallies[event.replica].turns_finished += 1
-            self.tallies[event.replica].failures = 0
+            self._works(event.replica, turn.job)
             self._close(self._jobs[turn.job], turn)
             self.counts.finished += 1
 
@@ -225,7 +253,8 @@ class Dispatcher:
             if now_ns >= until_ns:
                 del self._suspended[replica]
                 if (suspending := self._jobs.get(name)) is not None:
-                    suspending.router.suspend(replica, False)
+                    # One turn finds out whether it works again: a hung engine costs each turn its patience.
+                    suspending.router.throttle(replica, 1)
                     self.touch(suspending)
 
     # ---- inside ------------------------------------------------------------------------------------
@@ -249,33 +278,51 @@ class Dispatcher:
         for turn in list(self._turns.values()):
             if turn.replica is None:
                 continue
+            patience_ns = self._settings.turn_stall_ns
             silent_ns = now_ns - turn.progress_ns
-            open_ns = self._open_clock(turn.replica, now_ns) - turn.progress_open_ns
-            if open_ns >= self._settings.turn_stall_ns or silent_ns >= self._settings.turn_held_ns:
-                if open_ns >= self._settings.turn_stall_ns and not turn.tokens:
-                    self._failed_on(turn.replica, turn.job, now_ns)
+            open_now_ns = self._open_clock(turn.replica, now_ns)
+            open_ns = open_now_ns - turn.progress_open_ns
+            if open_ns >= patience_ns or silent_ns >= self._settings.turn_held_ns:
+                hung = open_now_ns - self.tallies[turn.replica].progress_open_ns >= patience_ns
+                if open_ns >= patience_ns and (hung or not turn.tokens):
+                    self._failed_on(turn.replica, turn.job, now_ns, hung=hung)
                 self._shun(turn, now_ns)
                 self._move(turn, "turn_stalled")
         self._sweep_ns = now_ns + self._settings.turn_stall_ns // 8 if self.counts.in_flight else NEVER
 
-    def _failed_on(self, replica: ReplicaId, name: JobId, now_ns: int) -> None:
+    def _works(self, replica: ReplicaId, name: JobId) -> None:
+        """Tokens came from the replica: whatever was wrong is over."""
+        tally = self.tallies[replica]
+        if tally.failures:
+            tally.failures = 0
+            if replica not in self._suspended:
+                self._jobs[name].router.throttle(replica, None)
+                self.touch(self._jobs[name])
+
+    def _failed_on(self, replica: ReplicaId, name: JobId, now_ns: int, *, hung: bool = False) -> None:
         """An attempt failed on a replica without a token: leave it out if that is all it does.
 
-        A replica that fails at once is always the least loaded one, and would draw turn after turn.
+        A replica that fails at once is always the least loaded one, and would draw turn after turn.  One
+        that is `hung` has produced nothing for any turn, whatever its health says: that once is enough.
         """
         if replica in self._suspended:
             return  # sent before that: it was one fault that ended them all
         tally = self.tallies[replica]
-        tally.failures += 1
+        tally.failures = max(tally.failures + 1, self._settings.failures_max if hung else 0)
         excess = tally.failures - self._settings.failures_max
         if excess < 0:
             return
         pause_ns = min(self._settings.suspension_max_ns, self._settings.suspension_ns << min(excess, 16))
         if excess == 0:
-            text = f"{tally.failures} attempts in a row failed here without a token: no turns for a while"
+            how = (
+                "nothing comes from it"
+                if hung
+                else f"{tally.failures} attempts in a row failed without a token"
+            )
+            text = f"{how}: no turns for a while"
             self._effects.append(Say("warning", "replica_suspended", text, replica))
         self._suspended[replica] = (name, now_ns + pause_ns)
-        self._jobs[name].router.suspend(replica, True)
+        self._jobs[name].router.throttle(replica, 0)
 
     def _shun(self, turn: Turn, now_ns: int) -> None:
         """The attempt went wrong where it ran: note if it was fruitless, and keep away for a while."""
@@ -335,13 +382,16 @@ class Dispatcher:
     def _drain(self, job: JobTurns, now_ns: int) -> None:
         if job.router.pop_opened():
             job.queue.wake()
-        while job.router.has_room() and (turn := job.queue.head()) is not None:
+        while not job.paused and job.router.has_room() and (turn := job.queue.head()) is not None:
             strictly = now_ns < turn.avoid_until_ns
             pick = job.router.pick(self._want(job, turn, strictly))
-            if pick is None:
+            if pick is not None:
+                self._dispatch(job, turn, pick, now_ns)
+            elif job.router.will_run(turn.versions):
                 job.queue.set_aside(turn, turn.avoid_until_ns if strictly else NEVER)
             else:
-                self._dispatch(job, turn, pick, now_ns)
+                self._close(job, turn)
+                self._fail(turn.id, 409, "version_unavailable", f"the job is past version {turn.versions}")
 
     def _want(self, job: JobTurns, turn: Turn, avoid_strictly: bool) -> Want:
         """What the router needs to know of a waiting turn."""
@@ -351,10 +401,11 @@ class Dispatcher:
             self.pins.get(turn.job, turn.trajectory),
             turn.avoid,
             avoid_strictly,
-            turn.version_min,
+            turn.versions,
             group_pin,
             self._mix.suits(turn.job, turn.task),
             job.rolling and len(job.live) <= job.router.open_dedicated,
+            turn.hint,
         )
 
     def _dispatch(self, job: JobTurns, turn: Turn, pick: Pick, now_ns: int) -> None:
@@ -363,6 +414,8 @@ class Dispatcher:
         turn.replica, turn.tokens = pick.replica, 0
         turn.attempt += 1
         turn.progress_ns, turn.progress_open_ns = now_ns, self._open_clock(pick.replica, now_ns)
+        if job.router.count_on(pick.replica) == 1:
+            self.tallies[pick.replica].progress_open_ns = turn.progress_open_ns
         self.counts.in_flight += 1
         self.counts.rerouted += turn.attempt > 1
         self._sweep_ns = min(self._sweep_ns, now_ns + self._settings.turn_stall_ns)
@@ -374,3 +427,11 @@ class Dispatcher:
 
     def _forget(self, trajectories: Iterable[TrajectoryId]) -> None:
         self._effects.extend(ForgetTrajectory(trajectory) for trajectory in trajectories)
+
+
+def _unmet(wish: VersionWish, versions: JobVersions) -> str:
+    window = versions.window
+    return (
+        f"version {wish}; the job's turns run on {window.floor} to {window.ceiling}, "
+        f"the latest published is {versions.latest}"
+    )

@@ -277,6 +277,17 @@ class JobStepEnded(Event, frozen=True):
     rl_step: int
 
 
+class JobPaused(Event, frozen=True):
+    """The client holds the job's turns back, or lets them go on.
+
+    With `stop` those in flight end their attempts at once and wait with the others, their tokens kept.
+    """
+
+    job: JobId
+    paused: bool
+    stop: bool = False
+
+
 class VersionPublished(Event, frozen=True):
     """The trainer committed a version to the relay."""
 
@@ -298,6 +309,10 @@ class TurnArrived(Event, frozen=True):
     task: str = ""
     """Kind of work, whose token mix decides which hardware suits it."""
     version_min: WeightVersion | None = None
+    version_exact: WeightVersion | None = None
+    """Runs on this version only."""
+    hint: bool = False
+    """The client named no trajectory; `trajectory` is a guess at it, worth a prefix but no imbalance."""
 
 
 class TrajectoryPinned(Event, frozen=True):
@@ -306,6 +321,13 @@ class TrajectoryPinned(Event, frozen=True):
     job: JobId
     trajectory: TrajectoryId
     replica: ReplicaId
+
+
+class TrajectoryEnded(Event, frozen=True):
+    """The client is done with a trajectory: nothing more is kept for it."""
+
+    job: JobId
+    trajectory: TrajectoryId
 
 
 class TurnProgressed(Event, frozen=True):
@@ -366,6 +388,6 @@ class ReplicaDrainRequested(Event, frozen=True):
 
 ClusterEvent = (
     Tick | NodeRegistered | NodeHeartbeat | NodeLeft | JobSubmitted | JobEnded | JobStepBegan | JobStepEnded
-    | VersionPublished | TrajectoryPinned | TurnArrived | TurnProgressed | TurnFinished | TurnInterrupted
-    | TurnRefused | TurnCancelled | ReplicaDrainRequested
+    | JobPaused | VersionPublished | TrajectoryPinned | TrajectoryEnded | TurnArrived | TurnProgressed
+    | TurnFinished | TurnInterrupted | TurnRefused | TurnCancelled | ReplicaDrainRequested
 )  # fmt: skip

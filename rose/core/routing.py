@@ -9,6 +9,9 @@ The order is the paper's, per turn:
 5. `returned`: the replica that last interrupted the turn, once its back-off is over;
 6. else the turn waits in the queue.
 
+A trajectory that the client did not name is a guess: rule 1 then holds only while the pinned replica is
+hardly more loaded than the best one, or turns that begin alike would all go to one.
+
 Rule 3 with the load condition keeps both kinds busy: taken literally, "serving replicas first" would fill
 those up to the cap while dedicated ones idle.  In rules 3 and 4 a replica on the kind of hardware that does
 not suit the turn's task counts as more loaded than it is (RollArt's hardware affinity).
@@ -34,7 +37,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from rose.core.cluster_settings import RoutingSlack
-from rose.core.versions import VersionWindow
+from rose.core.versions import VersionWindow, VersionWish
 from rose.units import JobId, ReplicaId, TrajectoryId, TurnId, WeightVersion
 
 AFFINITY = "affinity"
@@ -70,13 +73,15 @@ class Want(NamedTuple):
     """The replica that interrupted it last."""
     avoid_strictly: bool = False
     """Its back-off is not over."""
-    version_min: WeightVersion | None = None
+    versions: VersionWish = VersionWish()
     group_pin: ReplicaId | None = None
     """The replica that the turn's group ran on last."""
     hardware: str = ""
     """What its task wants to be rich; empty: no matter."""
     tail: bool = False
     """Its job's step is nearly over."""
+    hint: bool = False
+    """The pin is a guess."""
 
 
 class Pick(NamedTuple):
@@ -98,8 +103,8 @@ class _Route:
     turns: dict[TurnId, int] = field(default_factory=dict)
     """Turns in flight here with their weights."""
     tokens: int = 0
-    suspended: bool = False
-    """Left out for a while, as its attempts fail."""
+    most: int | None = None
+    """Turns it may run while it is not trusted: 0 while its attempts fail, 1 to try it again."""
     open: bool = False
     """Takes a turn of this job now."""
     stamp: int = 0
@@ -186,11 +191,11 @@ class Router:
         route.condition = condition
         self._refresh(route)
 
-    def suspend(self, replica: ReplicaId, suspended: bool) -> None:
-        """Leave the replica out, or take it in again; turns in flight there go on."""
+    def throttle(self, replica: ReplicaId, most: int | None) -> None:
+        """Have the replica run so many turns at most (None: up to the cap); those in flight go on."""
         route = self._routes.get(replica)
-        if route is not None and route.suspended != suspended:
-            route.suspended = suspended
+        if route is not None and route.most != most:
+            route.most = most
             self._refresh(route)
 
     def configure(self, cap: int, window: VersionWindow) -> None:
@@ -220,17 +225,36 @@ class Router:
     def pick(self, want: Want) -> Pick | None:
         """The replica for a turn, or None: it has to wait."""
         pinned = self._usable(want.pin, want)
-        if pinned is not None and not pinned.condition.gate_held:
+        if pinned is not None and not pinned.condition.gate_held and not want.hint:
             idle = self._top(False, want) if want.tail and pinned.serving else None
             return Pick(pinned.id, AFFINITY) if idle is None or idle.turns else Pick(idle.id, TAIL)
         best = self._best(want)
         if best is None:
             return self._back_to(want)
-        if pinned is not None and best.condition.gate_held:
+        if pinned is not None and best.condition.gate_held and not want.hint:
             return Pick(pinned.id, AFFINITY)
-        if (near := self._near(want, best)) is not None:
-            return Pick(near.id, GROUP)
+        guess = self._near(want.pin, AFFINITY, self._slack.guess, want, best) if want.hint else None
+        if near := guess or self._near(want.group_pin, GROUP, self._slack.group, want, best):
+            return near
         return Pick(best.id, SERVING if best.serving else LEAST_LOADED)
+
+    def could_run(self, versions: VersionWish) -> bool:
+        """Whether any replica of the job, busy or not, runs a version that the job and the wish admit."""
+        return any(
+            self._window.admits(route.condition.weight_version)
+            and versions.admits(route.condition.weight_version)
+            for route in self._routes.values()
+        )
+
+    def will_run(self, versions: VersionWish) -> bool:
+        """Whether the job's window leaves room for the wish: if not, waiting for a replica is no use."""
+        minimum = versions.minimum
+        in_reach = minimum is None or minimum <= self._window.ceiling
+        return in_reach and (versions.exact is None or self._window.admits(versions.exact))
+
+    def version_on(self, replica: ReplicaId) -> WeightVersion:
+        """The version the replica runs, as last reported."""
+        return self._routes[replica].condition.weight_version
 
     # ---- inside ------------------------------------------------------------------------------------
 
@@ -239,16 +263,18 @@ class Router:
         route = self._routes.get(replica) if replica is not None and replica != want.avoid else None
         return route if route is not None and route.open and self._suits(route, want) else None
 
-    def _near(self, want: Want, best: _Route) -> _Route | None:
-        """The replica of the turn's group, if the turn should stay with it."""
-        route = self._usable(want.group_pin, want)
+    def _near(
+        self, replica: ReplicaId | None, why: str, slack: float, want: Want, best: _Route
+    ) -> Pick | None:
+        """The replica, if the turn should go there for the prefix that it holds."""
+        route = self._usable(replica, want)
         if route is None or route.condition.gate_held:
             return None
-        most = self._load(best, 1, want.tokens) + self._slack.group
-        return route if self._load(route, 1, want.tokens) <= most else None
+        most = self._load(best, 1, want.tokens) + slack
+        return Pick(route.id, why) if self._load(route, 1, want.tokens) <= most else None
 
     def _suits(self, route: _Route, want: Want) -> bool:
-        return want.version_min is None or route.condition.weight_version >= want.version_min
+        return want.versions.admits(route.condition.weight_version)
 
     def _back_to(self, want: Want) -> Pick | None:
         if want.avoid is None or want.avoid_strictly:
@@ -310,8 +336,7 @@ class Router:
         was_open = route.open
         route.open = (
             condition.takes_turns
-            and not route.suspended
-            and len(route.turns) < self._cap
+            and len(route.turns) < (self._cap if route.most is None else min(self._cap, route.most))
             and self._window.admits(condition.weight_version)
         )
         self._count(route, route.open - was_open)
@@ -397,6 +422,10 @@ class Pins:
         while (due_ns := self.next_deadline_ns()) is not None and due_ns <= now_ns:
             forgotten.append(self._forget(next(iter(self._pins))))
         return forgotten
+
+    def drop(self, job: JobId, trajectory: TrajectoryId) -> list[TrajectoryId]:
+        """The trajectory is over."""
+        return [self._forget((job, trajectory))] if (job, trajectory) in self._pins else []
 
     def drop_replica(self, replica: ReplicaId) -> list[TrajectoryId]:
         """The replica left: its prefixes are gone."""

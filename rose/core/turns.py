@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import msgspec
 
 from rose.core.readings import NEVER
-from rose.units import JobId, ReplicaId, TrajectoryId, TurnId, WeightVersion
+from rose.core.versions import VersionWish
+from rose.units import JobId, ReplicaId, TrajectoryId, TurnId
 
 
 @dataclass(slots=True)
@@ -20,7 +21,9 @@ class Turn:
     trajectory: TrajectoryId
     weight: int
     """Prompt tokens and most output tokens: its share of a replica's load."""
-    version_min: WeightVersion | None
+    versions: VersionWish
+    hint: bool
+    """Its trajectory is a guess."""
     resumes: bool
     """Its trajectory has run before, or it has itself: such turns go first."""
     group: str = ""

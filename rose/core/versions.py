@@ -30,6 +30,24 @@ class VersionWindow(NamedTuple):
         return floor <= version <= self.ceiling
 
 
+class VersionWish(NamedTuple):
+    """What one turn asks for, beside what its job requires."""
+
+    minimum: int | None = None
+    exact: int | None = None
+
+    def __bool__(self) -> bool:
+        return self.minimum is not None or self.exact is not None
+
+    def __str__(self) -> str:
+        parts = (("at least", self.minimum), ("exactly", self.exact))
+        return " and ".join(f"{word} {version}" for word, version in parts if version is not None)
+
+    def admits(self, version: int) -> bool:
+        """Whether a replica on `version` will do."""
+        return (self.minimum is None or version >= self.minimum) and self.exact in {None, version}
+
+
 class JobVersions:
     """One job's published and required versions."""
 

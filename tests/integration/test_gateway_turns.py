@@ -231,8 +231,10 @@ async def test_an_engine_that_only_fails_is_left_out_until_it_works_again(tmp_pa
     async with world(tmp_path, token_ms=1) as made:
         broken = made.engines[0].state
         broken.fail_status, broken.fail_count = 500, 1000
-        for _ in range(20):
-            assert (await chat(made)).choices[0].finish_reason == "length"
+        for number in range(20):
+            # Not one trajectory, which would stay away from a replica that failed it.
+            answer = await chat(made, extra_headers={"x-rose-trajectory": f"walk-{number}"})
+            assert answer.choices[0].finish_reason == "length"
         failures = 1000 - broken.fail_count
         assert 3 <= failures <= 6
         _, status = await made.get("/rose/v1/status")

@@ -139,7 +139,8 @@ class ClusterWorld(RuleBasedStateMachine):
         required, staleness_max = self.required[turn.job], self.jobs[turn.job].staleness_max
         ceiling = self.latest[turn.job] if staleness_max else required
         floor = max(required - staleness_max, turn.version_min or 0)
-        return floor <= report.weight_version <= ceiling
+        exact = turn.version_exact in {None, report.weight_version}
+        return exact and floor <= report.weight_version <= ceiling
 
     def check_stop(self, effect: StopTurn) -> None:
         assert self.running.pop(effect.turn) == effect.replica

@@ -338,13 +338,84 @@ def test_a_stale_replica_serves_within_the_bound(cluster: Scheduler) -> None:
     assert stopped(cluster.step(2, 2)) == [("a", "opp", "version_unfit")]
 
 
-def test_version_min_waits_for_what_is_published_and_refuses_what_is_not(cluster: Scheduler) -> None:
+@pytest.mark.parametrize("wish", [{"version_min": 1}, {"version_exact": 1}])
+def test_a_version_that_no_replica_runs_is_refused_at_once(cluster: Scheduler, wish: dict[str, int]) -> None:
     cluster.submit(staleness_max=1)
-    assert failed(cluster.turn("a", version_min=1)) == [("a", 409, "version_unavailable")]
+    assert failed(cluster.turn("a", **wish)) == [("a", 409, "version_unavailable")]
     cluster.do(ev.VersionPublished(J, WeightVersion(1)))
-    assert sent(cluster.turn("b", version_min=1)) == []
+    assert failed(cluster.turn("b", **wish)) == [("b", 409, "version_unavailable")]
     assert sent(cluster.turn("c")) == [("c", "opp", 1, "serving")], "others are not held up"
-    assert sent(cluster.beat(ded={"weight_version": 1})) == [("b", "ded", 1, "least_loaded")]
+    cluster.beat(ded={"weight_version": 1})
+    assert sent(cluster.turn("d", **wish)) == [("d", "ded", 1, "least_loaded")]
+
+
+def test_a_version_asked_for_is_waited_for_while_its_replica_is_busy(cluster: Scheduler) -> None:
+    cluster.submit(staleness_max=1, trajectories_per_replica_max=1)
+    cluster.do(ev.VersionPublished(J, WeightVersion(1)))
+    cluster.beat(ded={"weight_version": 1})
+    assert sent(cluster.turn("a", version_min=1)) == [("a", "ded", 1, "least_loaded")]
+    assert cluster.turn("b", version_min=1) == []
+    assert sent(cluster.finish("a", "ded")) == [("b", "ded", 1, "least_loaded")]
+
+
+def test_a_turn_that_asks_for_one_version_leaves_a_replica_that_took_the_next(cluster: Scheduler) -> None:
+    cluster.submit(staleness_max=1)
+    assert sent(cluster.turn("a", version_exact=0)) == [("a", "opp", 1, "serving")]
+    cluster.do(ev.VersionPublished(J, WeightVersion(1)))
+    effects = cluster.beat(opp={"weight_version": 1})
+    assert stopped(effects) == [("a", "opp", "version_unfit")]
+    assert sent(effects) == [("a", "ded", 2, "rerouted:least_loaded")]
+    assert failed(cluster.beat(ded={"weight_version": 1})) == [], "the job's bound still admits it"
+    cluster.step(1, 2)
+    assert failed(cluster.tick(cluster.now + S)) == []
+    assert cluster.counts.failed == 1, "the job is past that version: it cannot come any more"
+
+
+# ---- pauses -----------------------------------------------------------------------------------------
+
+
+def test_a_paused_job_holds_its_turns_back(cluster: Scheduler) -> None:
+    cluster.turn("a")
+    assert cluster.do(ev.JobPaused(J, True)) == []
+    assert cluster.turn("b") == []
+    assert cluster.finish("a", "opp") == [], "what runs goes on, nothing new begins"
+    assert sent(cluster.do(ev.JobPaused(J, False))) == [("b", "opp", 1, "serving")]
+
+
+def test_a_pause_may_stop_what_runs_and_loses_nothing(cluster: Scheduler) -> None:
+    cluster.turn("a")
+    effects = cluster.do(ev.JobPaused(J, True, stop=True))
+    assert stopped(effects) == [("a", "opp", "paused")]
+    assert cluster.do(ev.JobPaused(J, True, stop=True)) == [], "a repeat changes nothing"
+    assert cluster.machine.job_view(J).paused  # type: ignore[union-attr]
+    assert sent(cluster.do(ev.JobPaused(J, False))) == [("a", "opp", 2, "rerouted:affinity")]
+
+
+# ---- guesses at the trajectory ----------------------------------------------------------------------
+
+
+def test_a_finished_trajectory_holds_no_pin(cluster: Scheduler) -> None:
+    cluster.turn("a", "walk")
+    cluster.finish("a", "opp")
+    effects = cluster.do(ev.TrajectoryEnded(J, TrajectoryId("walk")))
+    assert of(effects, ForgetTrajectory) == [ForgetTrajectory(TrajectoryId("walk"))]
+    assert cluster.do(ev.TrajectoryEnded(J, TrajectoryId("walk"))) == []
+    assert cluster.machine.view(0).pins == 0
+
+
+def test_a_guess_follows_its_prefix_but_not_into_a_crowd(cluster: Scheduler) -> None:
+    cluster.submit(trajectories_per_replica_max=100)
+    for number in range(60):
+        cluster.turn(f"t{number}", "same", hint=True)
+    on = [cluster.machine.turns_in_flight(NodeId("n"))[ReplicaId(name)] for name in ("opp", "ded")]
+    assert max(on) / (sum(on) / 2) < 1.3
+    for number in range(60):
+        cluster.finish(f"t{number}", "opp")
+        cluster.finish(f"t{number}", "ded")
+    (first,) = sent(cluster.turn("u0", "same", hint=True))
+    cluster.finish("u0", first[1])
+    (again,) = sent(cluster.turn("u1", "same", hint=True))
+    assert again[1] == first[1], "while nobody waits, the prefix decides"
 
 
 # ---- nodes ------------------------------------------------------------------------------------------
@@ -499,8 +570,42 @@ def test_one_fault_that_ends_many_attempts_counts_once() -> None:
         cluster.turn(name)
     for name in names:
         cluster.do(ev.TurnInterrupted(TurnId(name), ReplicaId("opp"), "connection_lost", 0, 1, True))
-    cluster.live(until_s=2)
+    effects = cluster.live(until_s=2)
+    ((probe, _, attempt, _),) = sent(effects)
+    assert cluster.counts.in_flight == 1, "one turn finds out whether it works again"
+    cluster.do(ev.TurnProgressed(TurnId(probe), ReplicaId("opp"), 1, attempt))
     assert cluster.counts.in_flight == len(names)
+
+
+@pytest.mark.parametrize("tokens", [0, 7])
+def test_a_hung_replica_is_left_out_whatever_its_health_says(tokens: int) -> None:
+    """Its node reports it ready; yet no turn gets a token any more."""
+    cluster = Scheduler(turn_stall_ns=8 * S)
+    cluster.register()
+    cluster.submit(n_rl=0)
+    for name in "abc":
+        cluster.turn(name)
+        if tokens:
+            cluster.do(ev.TurnProgressed(TurnId(name), ReplicaId("opp"), tokens, 1))
+    effects = cluster.live(until_s=8)
+    assert [reason for *_, reason in stopped(effects)] == ["turn_stalled"] * 3
+    assert [say.code for say in of(effects, Say)] == ["replica_suspended"]
+    assert sent(cluster.live(until_s=10))[0][0] == "a"
+    assert cluster.counts.in_flight == 1
+
+
+def test_a_turn_that_stalls_among_others_that_go_on_is_no_fault_of_the_replica() -> None:
+    cluster = Scheduler(turn_stall_ns=8 * S)
+    cluster.register()
+    cluster.submit(n_rl=0)
+    for name in "ab":
+        cluster.turn(name)
+        cluster.do(ev.TurnProgressed(TurnId(name), ReplicaId("opp"), 1, 1))
+    for second in range(1, 11):
+        cluster.live(until_s=second)
+        cluster.do(ev.TurnProgressed(TurnId("b"), ReplicaId("opp"), 1 + second, 1))
+    assert cluster.counts.interrupted == 1
+    assert eligible(cluster)
 
 
 def test_a_long_closed_gate_is_no_failure() -> None:

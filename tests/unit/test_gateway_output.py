@@ -7,22 +7,20 @@ from typing import Any
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.completion import Completion
+from rose_daemon.scheduler.dialects import chunk_writer, parse, whole_body
 from rose_daemon.scheduler.errors import Failure
 from rose_daemon.scheduler.output import (
     Alternative,
     Answer,
     AttemptRecord,
     Choice,
-    ChunkWriter,
     Piece,
     TokenLogprob,
-    head,
     in_chat_form,
     read_chunk,
     replayed_pieces,
-    whole_body,
 )
-from rose_daemon.scheduler.requests import Dialect, parse
+from rose_daemon.scheduler.requests import Dialect
 from rose_daemon.scheduler.seam import SpecialTokens, text_after, text_so_far
 from rose_daemon.scheduler.turns import Attempt, Cancelled, Turn, TurnBook
 
@@ -146,20 +144,21 @@ def test_a_completions_entry_in_chat_form() -> None:
 
 
 def test_offsets_of_logprobs_run_on_through_a_stream() -> None:
-    writer = ChunkWriter(COMPLETION, head("t", Dialect.COMPLETION, "m", 1))
+    writer = chunk_writer(COMPLETION, "t", "m", 1)
     entry = TokenLogprob("ab", -1.0, None, (Alternative("ab", -1.0, None),))
-    chunks = [writer.chunk(Piece(text="ab", token_ids=[1], logprobs=[entry])) for _ in range(3)]
+    chunks = [writer.chunks(Piece(text="ab", token_ids=[1], logprobs=[entry]), 0)[0] for _ in range(3)]
     assert [chunk["choices"][0]["logprobs"]["text_offset"] for chunk in chunks] == [[0], [2], [4]]
 
 
 def test_a_replayed_stream_says_what_the_body_says() -> None:
     pieces = [piece for chunk in CHAT_CHUNKS for piece in read_chunk(Dialect.CHAT, chunk)]
     answer = answer_of(pieces, Dialect.CHAT)
-    writer = ChunkWriter(CHAT, head("t", Dialect.CHAT, "m", 1))
-    chunks = [ChatCompletionChunk.model_validate(writer.chunk(piece)) for piece in replayed_pieces(answer)]
+    writer = chunk_writer(CHAT, "t", "m", 1)
+    documents = [document for piece in replayed_pieces(answer) for document in writer.chunks(piece, 0)]
+    chunks = [ChatCompletionChunk.model_validate(document) for document in documents]
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "é"
     assert chunks[0].choices[0].delta.role == "assistant"
-    assert writer.last(answer)["rose"] == answer.rose_member()
+    assert writer.last(answer)[0]["rose"] == answer.rose_member()
 
 
 @pytest.mark.parametrize(
@@ -236,9 +235,9 @@ def test_a_turn_has_one_outcome_and_counts_add_up() -> None:
 
 def test_an_opening_is_shown_with_the_first_output_only() -> None:
     made = turn()
-    made.add([Piece(extra={"role": "assistant"}, prompt_token_ids=[5])])
+    made.add([Piece(extra={"role": "assistant"}, prompt_token_ids=[5])], 0.0)
     assert made.pieces == []
-    made.add([Piece(text="a", token_ids=[1])])
+    made.add([Piece(text="a", token_ids=[1])], 0.0)
     (piece,) = made.pieces
     assert (piece.extra, piece.prompt_token_ids, piece.text) == ({"role": "assistant"}, [5], "a")
 
@@ -247,7 +246,7 @@ def test_versions_span_the_tokens_of_their_attempt() -> None:
     made = turn()
     for version, tokens in ((0, [1, 2]), (1, []), (2, [3])):
         made.attempt = Attempt(ReplicaId("r"), 1, WeightVersion(version), made.token_count)
-        made.add([Piece(token_ids=tokens)])
+        made.add([Piece(token_ids=tokens)], 0.0)
         made.attempt.tokens = len(tokens)
         made.close_attempt("cut")
     assert made.weight_versions == [(0, 1, 0), (2, 2, 2)]
@@ -266,7 +265,7 @@ def test_an_update_under_a_running_attempt_begins_a_new_span() -> None:
 
 def test_shown_output_cannot_be_forgotten() -> None:
     made = turn()
-    made.add([Piece(text="a", token_ids=[1])])
+    made.add([Piece(text="a", token_ids=[1])], 0.0)
     made.forget_output()
     assert made.token_count == 0
     made.shown = True

@@ -9,8 +9,9 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rose_daemon.scheduler.dialects import parse
 from rose_daemon.scheduler.errors import Refused
-from rose_daemon.scheduler.requests import Dialect, Request, derived_seed, parse
+from rose_daemon.scheduler.requests import Dialect, Request, derived_seed
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sqlite3
 from pathlib import Path
 
+import msgspec
 import pytest
 from rose_daemon.scheduler import store as module
 from rose_daemon.scheduler.output import Alternative, Answer, AttemptRecord, Choice, TokenLogprob
@@ -130,3 +131,27 @@ def test_a_later_schema_is_left_alone(tmp_path: Path) -> None:
     database.close()
     with pytest.raises(RoseError, match="schema 99 is not supported"):
         Store(tmp_path)
+
+
+def test_a_file_of_the_release_before_is_taken_over(tmp_path: Path) -> None:
+    old = sqlite3.connect(tmp_path / "scheduler.sqlite3")
+    old.executescript(
+        """
+        CREATE TABLE jobs (job TEXT PRIMARY KEY, spec BLOB NOT NULL, rl_step INTEGER,
+            required_version INTEGER, step_open INTEGER NOT NULL, published_version INTEGER) STRICT;
+        CREATE TABLE answers (seq INTEGER PRIMARY KEY AUTOINCREMENT, job TEXT NOT NULL, turn TEXT NOT NULL,
+            digest TEXT NOT NULL, body BLOB NOT NULL, UNIQUE (job, turn)) STRICT;
+        PRAGMA user_version=1;
+        """
+    )
+    spec = JobSubmitted(JobId("j"), "m", 1, 1)
+    old.execute("INSERT INTO jobs VALUES ('j', ?, 3, 2, 1, 2)", (msgspec.msgpack.encode(spec),))
+    old.commit()
+    old.close()
+    for _ in range(2):
+        store = Store(tmp_path)
+        assert store.jobs()[JobId("j")] == JobRecord(spec, 3, WeightVersion(2), True, WeightVersion(2))
+        store.put_job(JobRecord(spec, paused=True, cache_salt="s"))
+        assert store.jobs()[JobId("j")].paused
+        store.put_job(JobRecord(spec, 3, WeightVersion(2), True, WeightVersion(2)))
+        store.close()

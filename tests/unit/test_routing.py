@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rose.core.routing import Condition, Pick, Pins, Router, Want
-from rose.core.versions import VersionWindow
+from rose.core.versions import VersionWindow, VersionWish
 from rose.units import JobId, ReplicaId, TrajectoryId, TurnId, WeightVersion
 
 OPP, DED = ReplicaId("opp"), ReplicaId("ded")
@@ -121,9 +121,9 @@ def test_a_turn_may_ask_for_newer_weights() -> None:
     for name, version in (("old", 0), ("new", 2)):
         router.add(ReplicaId(name), True, READY._replace(weight_version=WeightVersion(version)))
     assert router.pick(Want(10)) == Pick(ReplicaId("old"), "serving")
-    asks = Want(10, pin=ReplicaId("old"), version_min=WeightVersion(1))
+    asks = Want(10, pin=ReplicaId("old"), versions=VersionWish(minimum=1))
     assert router.pick(asks) == Pick(ReplicaId("new"), "serving")
-    assert router.pick(Want(10, version_min=WeightVersion(3))) is None
+    assert router.pick(Want(10, versions=VersionWish(minimum=3))) is None
 
 
 def test_a_new_window_opens_and_closes_replicas(pair: Router) -> None:
@@ -295,10 +295,10 @@ def test_open_dedicated_replicas_are_counted_through_all_changes() -> None:
     assert router.open_dedicated == 2
     send(router, "t0", pin=DED)
     assert router.open_dedicated == 1
-    router.suspend(ReplicaId("more"), True)
+    router.throttle(ReplicaId("more"), 0)
     assert router.open_dedicated == 0
     router.end(DED, TurnId("t0"))
-    router.suspend(ReplicaId("more"), False)
+    router.throttle(ReplicaId("more"), None)
     router.remove(DED)
     router.remove(OPP)
     assert router.open_dedicated == 1

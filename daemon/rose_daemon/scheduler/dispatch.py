@@ -21,15 +21,17 @@ from rose.core.events import (
     TurnRefused,
 )
 from rose.errors import NotReady
-from rose.units import ReplicaId, TrajectoryId
+from rose.units import JobId, ReplicaId, TrajectoryId, WeightVersion
 from rose_daemon.scheduler.errors import Failure
-from rose_daemon.scheduler.output import Answer, Piece, in_chat_form
+from rose_daemon.scheduler.output import ABORTED, Answer, Piece, in_chat_form
 from rose_daemon.scheduler.requests import Dialect
 from rose_daemon.scheduler.seam import SpecialTokens, text_after, text_so_far
 from rose_daemon.scheduler.telemetry import Telemetry
 from rose_daemon.scheduler.turns import Attempt, Cancelled, Outcome, Turn, TurnBook
 from rose_daemon.scheduler.upstream import AttemptEnd, Call, Finished, Interrupted, Rejected, Upstream
 
+KEEP_ALIVE_S = 15.0
+"""A stream without output for this long gets a comment, so that proxies do not take it for dead."""
 _PROGRESS_S = 0.2
 """Token progress is reported to the machine at most this often a turn."""
 
@@ -42,7 +44,8 @@ class Dispatcher:
     """Runs the attempts of all live turns.
 
     `feed` hands an event to the machine; `replica` looks a replica up in what nodes last reported;
-    `keep` stores a finished answer for a resend.
+    `keep` stores a finished answer for a resend; `cache_salt` is what sets a job's prefixes apart from
+    those before it flushed its caches.
     """
 
     def __init__(
@@ -51,13 +54,15 @@ class Dispatcher:
         feed: Callable[[ClusterEvent], None],
         replica: Callable[[ReplicaId], ReplicaReport | None],
         keep: Callable[[Turn, Answer], None],
+        cache_salt: Callable[[JobId], str],
         upstream: Upstream,
         telemetry: Telemetry,
     ) -> None:
         self.book = TurnBook()
-        self._feed = feed
+        self.feed = feed
         self._replica = replica
         self._keep = keep
+        self._cache_salt = cache_salt
         self._upstream = upstream
         self._telemetry = telemetry
         self._specials: dict[str, SpecialTokens] = {}
@@ -65,21 +70,29 @@ class Dispatcher:
 
     # ---- from clients ------------------------------------------------------------------------------
 
-    def arrive(self, turn: Turn, group: str, task: str) -> None:
-        """A client brought a turn; its outcome will be on it."""
+    def arrive(self, turn: Turn, affinity: str, *, guessed: bool, group: str, task: str) -> None:
+        """A client brought a turn; its outcome will be on it.
+
+        Turns of one `affinity` share a prefix; it is the trajectory's name, or a guess.
+        """
         self.book.open(turn)
         if self._closing:
             self._settle(turn, _SHUTTING_DOWN)
             return
-        self._feed(
+        request = turn.request
+        minimum, exact = request.versions
+        self.feed(
             TurnArrived(
                 turn=turn.key,
                 job=turn.job,
-                trajectory=TrajectoryId(turn.trajectory),
-                prompt_tokens=turn.request.prompt_tokens,
-                tokens_max=turn.request.tokens_max or 0,
+                trajectory=TrajectoryId(affinity),
+                prompt_tokens=request.prompt_tokens,
+                tokens_max=request.tokens_max or 0,
                 group=group,
                 task=task,
+                version_min=None if minimum is None else WeightVersion(minimum),
+                version_exact=None if exact is None else WeightVersion(exact),
+                hint=guessed,
             )
         )
 
@@ -89,7 +102,24 @@ class Dispatcher:
         if turn.readers == 0 and turn.outcome is None:
             self._drop_attempt(turn, "cancelled")
             self._settle(turn, Cancelled())
-            self._feed(TurnCancelled(turn.key))
+            self.feed(TurnCancelled(turn.key))
+
+    def abort(self, turn: Turn) -> None:
+        """End a turn at its client's word: it is answered with the tokens it has."""
+        self._drop_attempt(turn, "aborted_by_client")
+        open_choices = [index for index, choice in enumerate(turn.choices) if choice.finish_reason is None]
+        turn.add([Piece(index=index, finish_reason=ABORTED) for index in open_choices], time.monotonic())
+        self._settle(turn, turn.answer(int(time.time())))
+        self.feed(TurnCancelled(turn.key))
+
+    async def keep_streams_alive(self) -> None:
+        """Have streams that have been silent for `KEEP_ALIVE_S` say that they live, until cancelled."""
+        while True:
+            await asyncio.sleep(KEEP_ALIVE_S / 4)
+            now_s = time.monotonic()
+            for turn in self.book.live.values():
+                if turn.request.stream and now_s - turn.changed_s >= KEEP_ALIVE_S:
+                    turn.nudge(now_s)
 
     async def close(self) -> None:
         """Stop all attempts and fail the turns that still live (the scheduler is going down)."""
@@ -108,7 +138,7 @@ class Dispatcher:
         assert turn.attempt is None, f"{turn.key} already runs on {turn.attempt.replica}"
         report = self._replica(effect.replica)
         if report is None:
-            self._feed(TurnInterrupted(turn.key, effect.replica, "replica_gone", 0, effect.attempt))
+            self.feed(TurnInterrupted(turn.key, effect.replica, "replica_gone", 0, effect.attempt))
             return
         if turn.attempts and turn.attempts[-1].replica != effect.replica:
             self.book.counts.rerouted += 1
@@ -146,44 +176,52 @@ class Dispatcher:
         request = turn.request
         name = f"{turn.turn_id}-{attempt.number}"
         if not attempt.first_token:
-            body = request.first_body(report.model)
-            call = Call(report.url, request.dialect, body, name, request.choices)
+            body = request.first_body(report.model, self._cache_salt(turn.job))
+            if request.tokens_max is None and request.asks is Dialect.COMPLETION:
+                # vLLM's dialect leaves the rest of the context to a request that names no limit; a
+                # completion does not.
+                body["max_tokens"] = max(1, await self._context(report) - request.prompt_tokens)
+            call = Call(report.url, request.asks, body, name, request.choices)
             return await self._upstream.attempt(call, partial(self._take, turn, attempt))
         choice = turn.choices[0]
         assert choice.prompt_token_ids is not None, f"{turn.key} resumes without its prompt"
         left = await self._tokens_left(turn, report)
         if left <= 0:
-            turn.add([Piece(finish_reason="length")])
+            turn.add([Piece(finish_reason="length")], time.monotonic())
             return Finished(None)
-        body = request.resumed_body(report.model, choice.prompt_token_ids, choice.token_ids, left)
+        salt = self._cache_salt(turn.job)
+        body = request.resumed_body(report.model, choice.prompt_token_ids, choice.token_ids, left, salt)
         call = Call(report.url, Dialect.COMPLETION, body, name, 1)
         return await self._upstream.attempt(call, partial(self._take_resumed, turn, attempt, report))
 
     async def _tokens_left(self, turn: Turn, report: ReplicaReport) -> int:
         """How many tokens the turn may still have, by the client's limit and by the model's context."""
         choice = turn.choices[0]
-        context = report.context_tokens_max or await self._upstream.context_tokens_max(report.url)
-        room = context - len(choice.prompt_token_ids or ()) - len(choice.token_ids)
+        room = await self._context(report) - len(choice.prompt_token_ids or ()) - len(choice.token_ids)
         limit = turn.request.tokens_max
         return room if limit is None else min(room, limit - len(choice.token_ids))
+
+    async def _context(self, report: ReplicaReport) -> int:
+        """Context length of the replica.  Raises NotReady."""
+        return report.context_tokens_max or await self._upstream.context_tokens_max(report.url)
 
     async def _take(self, turn: Turn, attempt: Attempt, pieces: list[Piece]) -> None:
         if turn.attempt is not attempt:
             return  # stopped while its last chunk was on the way
         tokens = sum(len(piece.token_ids) for piece in pieces)
-        turn.add(pieces)
+        now_s = time.monotonic()
+        turn.add(pieces, now_s)
         if not tokens:
             return
         if (report := self._replica(attempt.replica)) is not None:
             turn.note_version(report.weight_version)
-        now_s = time.monotonic()
         if turn.token_count == tokens:
             self._telemetry.first_token(now_s - turn.arrived_s)
         attempt.tokens += tokens
         self._telemetry.tokens(attempt.replica, tokens)
         if now_s - attempt.progress_reported_s >= _PROGRESS_S:
             attempt.progress_reported_s = now_s
-            self._feed(TurnProgressed(turn.key, attempt.replica, attempt.tokens, attempt.number))
+            self.feed(TurnProgressed(turn.key, attempt.replica, attempt.tokens, attempt.number))
 
     async def _take_resumed(
         self, turn: Turn, attempt: Attempt, report: ReplicaReport, pieces: list[Piece]
@@ -224,12 +262,12 @@ class Dispatcher:
             case Rejected(failure=failure):
                 turn.close_attempt(failure.code)
                 self._settle(turn, failure)
-                self._feed(TurnRefused(turn.key, attempt.replica, failure.code, attempt.number))
+                self.feed(TurnRefused(turn.key, attempt.replica, failure.code, attempt.number))
             case Interrupted(reason=reason, failed=failed):
                 turn.close_attempt(reason)
                 if self._after_cut(turn, attempt, reason):
                     kept = min(attempt.tokens, turn.token_count)
-                    self._feed(
+                    self.feed(
                         TurnInterrupted(turn.key, attempt.replica, reason, kept, attempt.number, failed)
                     )
 
@@ -255,16 +293,18 @@ class Dispatcher:
         # Kept before anybody is told: a resend from here on finds the answer.
         self._keep(turn, answer)
         self._settle(turn, answer)
-        self._feed(TurnFinished(turn.key, attempt.replica, attempt.tokens, attempt.number))
+        self.feed(TurnFinished(turn.key, attempt.replica, attempt.tokens, attempt.number))
 
     def _fail(self, turn: Turn, failure: Failure) -> None:
         self._drop_attempt(turn, failure.code)
         self._settle(turn, failure)
-        self._feed(TurnCancelled(turn.key))
+        self.feed(TurnCancelled(turn.key))
 
     def _settle(self, turn: Turn, outcome: Outcome) -> None:
         self.book.settle(turn, outcome)
-        self._telemetry.settled(type(outcome).__name__.lower(), time.monotonic() - turn.arrived_s)
+        cancelled = isinstance(outcome, Answer) and outcome.aborted
+        name = "cancelled" if cancelled else type(outcome).__name__.lower()
+        self._telemetry.settled(name, time.monotonic() - turn.arrived_s)
 
     def _drop_attempt(self, turn: Turn, end: str) -> None:
         attempt = turn.attempt

@@ -23,7 +23,7 @@ from rose.core.effects import (
     StopTurn,
     TellStep,
 )
-from rose.core.events import ClusterEvent, JobStepBegan, JobStepEnded, Tick, VersionPublished
+from rose.core.events import ClusterEvent, JobPaused, JobStepBegan, JobStepEnded, Tick, VersionPublished
 from rose.units import NS_PER_S, ms_to_ns, s_to_ns
 from rose_daemon.scheduler.store import Store
 from rose_daemon.scheduler.telemetry import Telemetry
@@ -85,6 +85,8 @@ class ClusterDriver:
         """Feed what the store remembers, as if it had just happened."""
         for job, record in self._store.jobs().items():
             self.feed(record.spec)
+            if record.paused:
+                self.feed(JobPaused(job, paused=True))
             if record.published_version is not None:
                 self.feed(VersionPublished(job, record.published_version))
             if record.rl_step is not None and record.required_version is not None:

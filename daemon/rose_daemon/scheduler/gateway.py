@@ -1,37 +1,37 @@
-"""The OpenAI dialect: a client's request becomes a turn, and the turn an answer."""
+"""Turns over HTTP, in any dialect: a client's request becomes a turn, and the turn an answer."""
 
 from __future__ import annotations
 
 import itertools
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import msgspec
 from aiohttp import web
 
-from rose.units import JobId, TurnId
+from rose.core.events import TrajectoryEnded
+from rose.units import TrajectoryId, TurnId
+from rose_daemon.scheduler.dialects import fields, parse, whole_body
 from rose_daemon.scheduler.dispatch import Dispatcher
 from rose_daemon.scheduler.errors import Failure, Refused, bad_request, conflict, not_found
+from rose_daemon.scheduler.identity import Identifier, header_name
 from rose_daemon.scheduler.jobs import JobDesk
-from rose_daemon.scheduler.output import Answer, ChunkWriter, head, replayed_pieces, whole_body
-from rose_daemon.scheduler.requests import Dialect, Request, parse
-from rose_daemon.scheduler.store import JobRecord, StoredAnswer
+from rose_daemon.scheduler.output import Answer
+from rose_daemon.scheduler.requests import Dialect, Request
+from rose_daemon.scheduler.store import JobRecord, Store
+from rose_daemon.scheduler.streams import replay, show
 from rose_daemon.scheduler.turns import Turn
-
-_NAME_MAX = 256
-_JSON = "application/json"
 
 
 class Gateway:
-    """Handlers of /v1.  `stored` finds the finished turn of a job by its id."""
+    """Handlers of the endpoints that generate."""
 
-    def __init__(
-        self, desk: JobDesk, dispatcher: Dispatcher, stored: Callable[[JobId, str], StoredAnswer | None]
-    ) -> None:
+    def __init__(self, desk: JobDesk, dispatcher: Dispatcher, store: Store) -> None:
         self._desk = desk
         self._dispatcher = dispatcher
-        self._stored = stored
+        self._store = store
+        self._identifier = Identifier()
         self._runs = itertools.count(1)
         self._started = int(time.time())
 
@@ -43,33 +43,47 @@ class Gateway:
         ]
         return web.json_response({"object": "list", "data": cards})
 
-    async def chat(self, http: web.Request) -> web.StreamResponse:
-        """POST /v1/chat/completions."""
-        return await self._serve(http, Dialect.CHAT)
+    def handler(self, dialect: Dialect) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+        """The handler of a dialect's endpoint."""
 
-    async def completion(self, http: web.Request) -> web.StreamResponse:
-        """POST /v1/completions."""
-        return await self._serve(http, Dialect.COMPLETION)
+        async def handle(http: web.Request) -> web.StreamResponse:
+            return await self._serve(http, dialect)
+
+        return handle
+
+    async def finish_session(self, http: web.Request) -> web.Response:
+        """POST /finish_session `{"session_id": ...}`: nothing more is kept for that trajectory."""
+        record = self._desk.resolve(header_name(http.headers, "x-rose-job"))
+        body = fields.decode(await http.read())
+        session = fields.name(body, "session_id")
+        if not session:
+            raise bad_request("`session_id` must name the trajectory to finish", param="session_id")
+        job = record.spec.job
+        self._dispatcher.feed(TrajectoryEnded(job, TrajectoryId(session)))
+        forgotten = self._store.forget_answers(job, session)
+        return web.json_response({"session_id": session, "finished": True, "answers_forgotten": forgotten})
 
     async def _serve(self, http: web.Request, dialect: Dialect) -> web.StreamResponse:
         request = parse(dialect, await http.read())
-        record = self._desk.resolve(_name(http, "x-rose-job"))
+        record = self._desk.resolve(header_name(http.headers, "x-rose-job"))
         if request.model not in (None, record.spec.model):
             raise not_found(
                 f"model {request.model!r} does not exist; this job rolls out {record.spec.model!r}",
                 code="model_not_found",
                 param="model",
             )
-        turn_id = _name(http, "x-rose-turn-id") or _name(http, "idempotency-key")
-        if turn_id is not None and (kept := self._stored(record.spec.job, turn_id)) is not None:
+        turn_id = header_name(http.headers, "x-rose-turn-id") or header_name(http.headers, "idempotency-key")
+        if turn_id is not None and (kept := self._store.answer(record.spec.job, turn_id)) is not None:
             _require_same(request, kept.digest, turn_id)
             self._dispatcher.book.counts.replayed += 1
-            return await self._replay(http, request, kept.answer)
+            if request.stream:
+                return await replay(http, request, kept.answer)
+            return _whole_response(request, kept.answer)
         turn = self._turn(http, request, record, turn_id)
         turn.readers += 1
         try:
             if request.stream:
-                return await _stream(http, request, turn)
+                return await show(http, request, turn)
             return await _whole(request, turn)
         finally:
             self._dispatcher.leave(turn)
@@ -83,67 +97,31 @@ class Gateway:
             return live
         named = turn_id is not None
         turn_id = turn_id or uuid.uuid4().hex
-        session = request.body.get("session_id")
-        trajectory = _name(http, "x-rose-trajectory") or (session if isinstance(session, str) else None)
+        identity = self._identifier.identify(http.headers, request)
+        told = identity is not None and not identity.guessed
         turn = Turn(
             key=TurnId(f"{job}/{turn_id}/{next(self._runs)}"),
             turn_id=turn_id,
             named=named,
             job=job,
-            trajectory=trajectory or turn_id,
+            trajectory=identity.trajectory if identity is not None and told else turn_id,
             model=record.spec.model,
             request=request,
             now_s=time.monotonic(),
         )
-        self._dispatcher.arrive(turn, _name(http, "x-rose-group") or "", _name(http, "x-rose-task") or "")
+        affinity = identity.trajectory if identity is not None else turn_id
+        group, task = (header_name(http.headers, f"x-rose-{kind}") or "" for kind in ("group", "task"))
+        self._dispatcher.arrive(turn, affinity, guessed=not told, group=group, task=task)
         return turn
-
-    async def _replay(self, http: web.Request, request: Request, answer: Answer) -> web.StreamResponse:
-        if not request.stream:
-            return _whole_response(request, answer)
-        response = await _open_stream(http, answer.turn_id, answer.replica)
-        writer = ChunkWriter(request, head(answer.turn_id, answer.dialect, answer.model, answer.created))
-        for piece in replayed_pieces(answer):
-            await _send(response, writer.chunk(piece))
-        return await _end_stream(response, writer, answer)
 
 
 async def _whole(request: Request, turn: Turn) -> web.Response:
     while turn.outcome is None:
         await turn.changed()
-    return _whole_response(request, _answer_of(turn))
+    return _whole_response(request, answer_of(turn))
 
 
-async def _stream(http: web.Request, request: Request, turn: Turn) -> web.StreamResponse:
-    """Show the turn as it grows.
-
-    Nothing is sent before its first output, so that errors until then keep their status.
-    """
-    while not turn.pieces and turn.outcome is None:
-        await turn.changed()
-    if not turn.pieces:
-        _answer_of(turn)
-    replica = turn.attempt.replica if turn.attempt is not None else turn.attempts[-1].replica
-    turn.shown = True
-    response = await _open_stream(http, turn.turn_id, replica)
-    writer = ChunkWriter(request, head(turn.turn_id, request.dialect, turn.model, int(time.time())))
-    shown = 0
-    while True:
-        while shown < len(turn.pieces):
-            shown += 1
-            await _send(response, writer.chunk(turn.pieces[shown - 1]))
-        if turn.outcome is not None:
-            break
-        await turn.changed()
-    if isinstance(turn.outcome, Answer):
-        return await _end_stream(response, writer, turn.outcome)
-    if isinstance(turn.outcome, Failure):
-        await _send(response, turn.outcome.document())
-    await response.write_eof()
-    return response
-
-
-def _answer_of(turn: Turn) -> Answer:
+def answer_of(turn: Turn) -> Answer:
     """The outcome, if it is an answer.  Raises Refused for a failed turn."""
     outcome = turn.outcome
     if isinstance(outcome, Failure):
@@ -156,50 +134,11 @@ def _answer_of(turn: Turn) -> Answer:
 def _whole_response(request: Request, answer: Answer) -> web.Response:
     return web.Response(
         body=msgspec.json.encode(whole_body(answer, request)),
-        content_type=_JSON,
+        content_type="application/json",
         headers={"x-rose-replica": answer.replica, "x-rose-turn-id": answer.turn_id},
     )
-
-
-async def _open_stream(http: web.Request, turn_id: str, replica: str) -> web.StreamResponse:
-    response = web.StreamResponse(
-        headers={
-            "Content-Type": "text/event-stream; charset=utf-8",
-            "Cache-Control": "no-cache",
-            "x-rose-replica": replica,
-            "x-rose-turn-id": turn_id,
-        }
-    )
-    await response.prepare(http)
-    return response
-
-
-async def _send(response: web.StreamResponse, document: dict[str, object]) -> None:
-    await response.write(b"data: " + msgspec.json.encode(document) + b"\n\n")
-
-
-async def _end_stream(
-    response: web.StreamResponse, writer: ChunkWriter, answer: Answer
-) -> web.StreamResponse:
-    await _send(response, writer.last(answer))
-    await response.write(b"data: [DONE]\n\n")
-    await response.write_eof()
-    return response
 
 
 def _require_same(request: Request, digest: str, turn_id: str) -> None:
     if request.digest != digest:
         raise conflict(f"turn {turn_id!r} was another request", code="turn_id_reused")
-
-
-def _name(http: web.Request, header: str) -> str | None:
-    """A header that names something.  Raises Refused (400) for one that cannot be a name."""
-    value = http.headers.get(header)
-    if value is None or not value.strip():
-        return None
-    value = value.strip()
-    if len(value) > _NAME_MAX or not value.isprintable() or not value.isascii():
-        raise bad_request(
-            f"{header} must be at most {_NAME_MAX} printable ASCII characters", code="bad_header"
-        )
-    return value

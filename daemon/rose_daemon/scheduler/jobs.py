@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable
 
 import msgspec
@@ -9,6 +10,7 @@ import msgspec
 from rose.core.events import (
     ClusterEvent,
     JobEnded,
+    JobPaused,
     JobStepBegan,
     JobStepEnded,
     JobSubmitted,
@@ -110,6 +112,35 @@ class JobDesk:
         if version > (record.published_version or 0):
             self._put(msgspec.structs.replace(record, published_version=version))
             self._feed(VersionPublished(job, version))
+
+    def pause(self, job: JobId, *, stop: bool) -> None:
+        """Hold its turns back; with `stop`, those in flight too, their tokens kept.  Raises Refused (404)."""
+        self._put(msgspec.structs.replace(self._get(job), paused=True))
+        self._feed(JobPaused(job, paused=True, stop=stop))
+
+    def resume(self, job: JobId) -> None:
+        """Let its turns go on.  Raises Refused (404)."""
+        self._put(msgspec.structs.replace(self._get(job), paused=False))
+        self._feed(JobPaused(job, paused=False))
+
+    def flush(self, job: JobId) -> None:
+        """No turn finds a prefix from before this call.  Raises Refused (404)."""
+        self._put(msgspec.structs.replace(self._get(job), cache_salt=f"rose-{uuid.uuid4().hex}"))
+
+    def cache_salt(self, job: JobId) -> str:
+        """What sets the job's prefixes apart from those before its last flush; empty if there was none."""
+        record = self._records.get(job)
+        return "" if record is None else record.cache_salt
+
+    def move_to(self, job: JobId, version: WeightVersion) -> None:
+        """From now on turns need `version`: what a trainer says that knows no steps.  Raises Refused (404).
+
+        A repeat changes nothing.
+        """
+        record = self._get(job)
+        self.publish(job, version)
+        if record.rl_step is None or record.required_version != version:
+            self.begin_step(job, 0 if record.rl_step is None else record.rl_step + 1, version)
 
     def end(self, job: JobId) -> None:
         """End a job.  Raises Refused (404)."""

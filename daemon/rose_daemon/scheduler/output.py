@@ -1,4 +1,4 @@
-"""What engines answer, kept in one form and shown in either dialect.
+"""What engines answer, kept in one form and shown in any dialect.
 
 Attempts of one turn may speak different dialects: the first is the client's, a continuation is always
 `/v1/completions`.  Each streamed chunk becomes `Piece`s; pieces add up to `Choice`s; a finished turn is an
@@ -7,13 +7,16 @@ Attempts of one turn may speak different dialects: the first is the client's, a 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import msgspec
 
 from rose.units import ReplicaId, WeightVersion
-from rose_daemon.scheduler.requests import Dialect, Request
+from rose_daemon.scheduler.requests import Dialect
+
+ABORTED = "abort"
+"""finish_reason of a request that was ended from outside."""
 
 
 class Alternative(NamedTuple):
@@ -99,6 +102,11 @@ class Answer(msgspec.Struct):
     weight_versions: list[tuple[int, int, WeightVersion]]
     """(first, last, version): output tokens `first` to `last` were sampled from that version."""
 
+    @property
+    def aborted(self) -> bool:
+        """Whether the client ended the turn before its time."""
+        return any(choice.finish_reason == ABORTED for choice in self.choices)
+
     def rose_member(self) -> dict[str, Any]:
         """The body member `rose`."""
         return {
@@ -180,6 +188,12 @@ def in_chat_form(entry: TokenLogprob, alternatives: int) -> TokenLogprob:
     return entry._replace(top=entry.top[:alternatives])
 
 
+def token_id_of(token: str) -> int | None:
+    """The id in `token_id:<id>`, which engines write where asked to, in place of a text."""
+    name, _, number = token.partition(":")
+    return int(number) if name == "token_id" and number.isdecimal() else None
+
+
 def _utf8(text: str) -> list[int]:
     return list(text.encode("utf-8", errors="replace"))
 
@@ -199,73 +213,7 @@ def _merge_tool_call(calls: list[dict[str, Any]], delta: dict[str, Any]) -> None
     call["function"]["arguments"] += function.get("arguments") or ""
 
 
-# ---- to a client ----------------------------------------------------------------------------------
-
-
-def whole_body(answer: Answer, request: Request) -> dict[str, Any]:
-    """The body of a plain (not streamed) answer."""
-    chat = answer.dialect is Dialect.CHAT
-    choices = []
-    for index, choice in enumerate(answer.choices):
-        part: dict[str, Any] = {
-            "index": index,
-            "finish_reason": choice.finish_reason,
-            "stop_reason": choice.stop_reason,
-        }
-        if chat:
-            part["message"] = _message(choice)
-            part["logprobs"] = _chat_logprobs(choice.logprobs)
-        else:
-            part["text"] = choice.text
-            part["logprobs"] = _completion_logprobs(choice.logprobs, 0)
-        if request.return_token_ids:
-            part["token_ids"] = choice.token_ids
-            if not chat:
-                part["prompt_token_ids"] = choice.prompt_token_ids
-        choices.append(part)
-    body = _envelope(answer, "chat.completion" if chat else "text_completion") | {"choices": choices}
-    if chat and request.return_token_ids:
-        body["prompt_token_ids"] = answer.choices[0].prompt_token_ids
-    return body | {"usage": answer.usage, "rose": answer.rose_member()}
-
-
-class ChunkWriter:
-    """Renders one client's stream, piece by piece.
-
-    It carries what a stream must carry along: whether the first chunk went out, and where in its text each
-    choice stands (completions give the text offset of every logprob).
-    """
-
-    def __init__(self, request: Request, head: dict[str, Any]) -> None:
-        self._request = request
-        self._chat = request.dialect is Dialect.CHAT
-        self._head = head | {"object": "chat.completion.chunk" if self._chat else "text_completion"}
-        self._offsets: dict[int, int] = {}
-
-    def chunk(self, piece: Piece) -> dict[str, Any]:
-        """The chunk that shows one piece."""
-        choice: dict[str, Any] = {"index": piece.index, "finish_reason": piece.finish_reason}
-        if piece.finish_reason is not None:
-            choice["stop_reason"] = piece.stop_reason
-        document = dict(self._head)
-        if self._chat:
-            choice["delta"] = piece.extra | {"content": piece.text}
-            choice["logprobs"] = _chat_logprobs(piece.logprobs)
-        else:
-            offset = self._offsets.get(piece.index, 0)
-            choice["text"] = piece.text
-            choice["logprobs"] = _completion_logprobs(piece.logprobs, offset)
-            self._offsets[piece.index] = offset + sum(len(entry.token) for entry in piece.logprobs or ())
-        if self._request.return_token_ids:
-            choice["token_ids"] = piece.token_ids
-            if piece.prompt_token_ids is not None:
-                (document if self._chat else choice)["prompt_token_ids"] = piece.prompt_token_ids
-        return document | {"choices": [choice]}
-
-    def last(self, answer: Answer) -> dict[str, Any]:
-        """The chunk after the last piece: usage if asked for, and the member `rose`."""
-        document = self._head | {"choices": [], "rose": answer.rose_member()}
-        return document | {"usage": answer.usage} if self._request.include_usage else document
+# ---- replays --------------------------------------------------------------------------------------
 
 
 def replayed_pieces(answer: Answer) -> Iterator[Piece]:
@@ -286,54 +234,3 @@ def replayed_pieces(answer: Answer) -> Iterator[Piece]:
             stop_reason=choice.stop_reason,
             prompt_token_ids=choice.prompt_token_ids,
         )
-
-
-def head(turn_id: str, dialect: Dialect, model: str, created: int) -> dict[str, Any]:
-    """Members that every body and chunk of a turn begins with."""
-    prefix = "chatcmpl" if dialect is Dialect.CHAT else "cmpl"
-    return {"id": f"{prefix}-{turn_id}", "created": created, "model": model}
-
-
-def _envelope(answer: Answer, kind: str) -> dict[str, Any]:
-    return head(answer.turn_id, answer.dialect, answer.model, answer.created) | {"object": kind}
-
-
-def _message(choice: Choice) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": choice.text}
-    if choice.reasoning:
-        message["reasoning"] = choice.reasoning
-    if choice.tool_calls:
-        calls = [{key: value for key, value in call.items() if key != "index"} for call in choice.tool_calls]
-        message |= {"content": choice.text or None, "tool_calls": calls}
-    return message
-
-
-def _chat_logprobs(entries: Sequence[TokenLogprob] | None) -> dict[str, Any] | None:
-    if entries is None:
-        return None
-    return {
-        "content": [
-            {
-                "token": entry.token,
-                "logprob": entry.logprob,
-                "bytes": entry.bytes,
-                "top_logprobs": [other._asdict() for other in entry.top],
-            }
-            for entry in entries
-        ]
-    }
-
-
-def _completion_logprobs(entries: Sequence[TokenLogprob] | None, offset: int) -> dict[str, Any] | None:
-    if entries is None:
-        return None
-    offsets = []
-    for entry in entries:
-        offsets.append(offset)
-        offset += len(entry.token)
-    return {
-        "text_offset": offsets,
-        "tokens": [entry.token for entry in entries],
-        "token_logprobs": [entry.logprob for entry in entries],
-        "top_logprobs": [{other.token: other.logprob for other in entry.top} or None for entry in entries],
-    }

@@ -25,6 +25,7 @@ from rose_daemon import sdnotify
 from rose_daemon.curve import require_private
 from rose_daemon.scheduler.dispatch import Dispatcher
 from rose_daemon.scheduler.driver import ClusterDriver, settings_of
+from rose_daemon.scheduler.fleet import FleetApi
 from rose_daemon.scheduler.gateway import Gateway
 from rose_daemon.scheduler.jobs import JobDesk
 from rose_daemon.scheduler.nodes import NodeLink
@@ -90,15 +91,16 @@ class Scheduler:
         except RoseError:
             self.store.close()
             raise
+        self.desk = JobDesk(self.store, self.driver.feed)
         self.dispatcher = Dispatcher(
             feed=self.driver.feed,
             replica=self.driver.machine.replica,
             keep=self._keep,
+            cache_salt=self.desk.cache_salt,
             upstream=Upstream(),
             telemetry=self.telemetry,
         )
         self.driver.connect(self._perform_on_turns, self.nodes.perform)
-        self.desk = JobDesk(self.store, self.driver.feed)
         self.driver.restore()
         self._runner: web.AppRunner | None = None
         self._serving: asyncio.Task[None] | None = None
@@ -107,12 +109,14 @@ class Scheduler:
     async def start(self) -> None:
         """Serve nodes and clients from now on.  Raises RoseError when the gateway's port cannot be had."""
         self._serving = asyncio.create_task(self._serve())
-        gateway = Gateway(self.desk, self.dispatcher, self.store.answer)
+        gateway = Gateway(self.desk, self.dispatcher, self.store)
+        fleet = FleetApi(self.desk, self.dispatcher, self.driver.machine.job_view)
         sources = Sources(
             job=self._job, status=self.status, metrics=self.telemetry.exposition, drain=self.driver.feed
         )
         app = build_app(
             gateway,
+            fleet,
             ControlApi(self.desk, sources),
             token=self._token,
             body_bytes_max=self._config.body_bytes_max,
@@ -172,6 +176,7 @@ class Scheduler:
         async with asyncio.TaskGroup() as group:
             group.create_task(self.nodes.run())
             group.create_task(self.driver.run())
+            group.create_task(self.dispatcher.keep_streams_alive())
 
     def _job(self, job: JobId) -> dict[str, Any] | None:
         view = self.driver.machine.job_view(job)

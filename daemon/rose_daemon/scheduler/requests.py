@@ -1,27 +1,22 @@
-"""What a client asks for: checked, classified, and turned into the body of each attempt.
+"""What a client asks for, understood: the same for all dialects.
 
-A turn's first attempt is the client's own request with streaming and token ids switched on.  A later one
-continues it: `/v1/completions` over the prompt's token ids plus the tokens so far, with the rest of the
-token budget.  That is only sound where sampling keeps no state across tokens, so a request with any field
-outside the lists below starts again from its prompt instead (`Request.restart_reason`).
+A turn's first attempt asks an engine for the whole of it, through one of OpenAI's two endpoints, with
+streaming and token ids switched on: a chat as the client sent it, anything else as `/v1/completions`.  A
+later attempt continues it: `/v1/completions` over the prompt's token ids plus the tokens so far, with the
+rest of the token budget.  That is only sound where sampling keeps no state across tokens, so a request with
+any field outside the lists below starts again from its prompt instead (`Request.restart_reason`).
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Any
 
 import msgspec
 
-from rose_daemon.scheduler.errors import bad_request
-
-COMPLETION_TOKENS_DEFAULT = 16
-"""OpenAI's and vLLM's `max_tokens` of a completion that names none."""
-
-TOKENS_MAX = (1 << 31) - 1
-"""No model has room for more; what the journal cannot hold must not get that far."""
+from rose.core.versions import VersionWish
 
 _CARRIED = (
     "temperature", "top_p", "top_k", "min_p", "stop_token_ids", "ignore_eos", "skip_special_tokens",
@@ -51,26 +46,62 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 }
 """Values, beside the empty ones, that ask for nothing."""
 
-_UNSUPPORTED = ("use_beam_search", "prompt_logprobs", "prompt_embeds", "best_of")
-
 
 class Dialect(StrEnum):
-    """Which of OpenAI's two APIs the client speaks."""
+    """Which API the client speaks."""
 
     CHAT = "chat"
+    """OpenAI's /v1/chat/completions."""
     COMPLETION = "completion"
+    """OpenAI's /v1/completions."""
+    GENERATE = "generate"
+    """vLLM's /inference/v1/generate."""
+    SGLANG = "sglang"
+    """SGLang's /generate."""
 
     @property
     def path(self) -> str:
-        """The endpoint, the same on the gateway and on an engine."""
-        return "/v1/chat/completions" if self is Dialect.CHAT else "/v1/completions"
+        """The gateway's endpoint; the same on an engine that speaks the dialect."""
+        return _PATHS[self]
 
 
-class Request(msgspec.Struct, frozen=True):
+_PATHS = {
+    Dialect.CHAT: "/v1/chat/completions",
+    Dialect.COMPLETION: "/v1/completions",
+    Dialect.GENERATE: "/inference/v1/generate",
+    Dialect.SGLANG: "/generate",
+}
+
+
+class GenerateView(msgspec.Struct, frozen=True):
+    """How vLLM's dialect wants its answer."""
+
+    request_id: str
+    text: bool
+    """`output_mode` is `text`."""
+    logprobs: int | None
+
+
+class SglangView(msgspec.Struct, frozen=True):
+    """How SGLang's dialect wants its answer."""
+
+    rids: tuple[str, ...]
+    """One a prompt, or none."""
+    batch: bool
+    """The answer is a list."""
+    per_prompt: int
+    """Samples of each prompt."""
+    logprob: bool
+    top_logprobs: int
+    logprob_text: bool
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
     """One client request, checked."""
 
     dialect: Dialect
     body: dict[str, Any]
+    """For the endpoint that engines are asked at (`asks`)."""
     model: str | None
     stream: bool
     include_usage: bool
@@ -86,19 +117,33 @@ class Request(msgspec.Struct, frozen=True):
     """The first field that cannot straddle a cut, or empty when the turn can resume from its tokens."""
     digest: str
     """Identifies the content, so that a turn id used for something else is noticed."""
+    versions: VersionWish = VersionWish()
+    names: tuple[str, ...] = ()
+    """Ids the client gave the request, by which it may abort it."""
+    trajectory: str | None = None
+    """Named in the body."""
+    user: str = ""
+    opening: str = ""
+    """A digest of how the prompt begins: all turns of a trajectory share it, and so may others."""
+    view: GenerateView | SglangView | None = None
 
-    def first_body(self, model: str) -> dict[str, Any]:
+    @property
+    def asks(self) -> Dialect:
+        """The dialect of the first attempt."""
+        return Dialect.CHAT if self.dialect is Dialect.CHAT else Dialect.COMPLETION
+
+    def first_body(self, model: str, cache_salt: str = "") -> dict[str, Any]:
         """The body that asks a replica for the whole turn."""
         body = {key: value for key, value in self.body.items() if key != "request_id"}
-        return body | {
-            "model": model,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            "return_token_ids": True,
-        }
+        return body | self._salt(cache_salt) | _asked(model)
 
     def resumed_body(
-        self, model: str, prompt_token_ids: list[int], token_ids: list[int], tokens_left: int
+        self,
+        model: str,
+        prompt_token_ids: list[int],
+        token_ids: list[int],
+        tokens_left: int,
+        cache_salt: str = "",
     ) -> dict[str, Any]:
         """The body that continues the turn after `token_ids`, for `/v1/completions`."""
         body: dict[str, Any] = {key: self.body[key] for key in _CARRIED if self.body.get(key) is not None}
@@ -107,14 +152,23 @@ class Request(msgspec.Struct, frozen=True):
             body["seed"] = derived_seed(seed, len(token_ids))
         if self.logprobs is not None:
             body["logprobs"] = self.logprobs
-        return body | {
-            "model": model,
-            "prompt": [*prompt_token_ids, *token_ids],
-            "max_tokens": tokens_left,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            "return_token_ids": True,
-        }
+        body |= {"prompt": [*prompt_token_ids, *token_ids], "max_tokens": tokens_left}
+        return body | self._salt(cache_salt) | _asked(model)
+
+    def _salt(self, cache_salt: str) -> dict[str, str]:
+        """The gateway's salt of prefix hashes joined to the client's own."""
+        if not cache_salt:
+            return {}
+        return {"cache_salt": f"{self.body.get('cache_salt') or ''}|{cache_salt}"}
+
+
+def _asked(model: str) -> dict[str, Any]:
+    return {
+        "model": model,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "return_token_ids": True,
+    }
 
 
 def derived_seed(seed: int, tokens: int) -> int:
@@ -126,117 +180,25 @@ def derived_seed(seed: int, tokens: int) -> int:
     return int.from_bytes(image, "little") >> 1
 
 
-def parse(dialect: Dialect, data: bytes) -> Request:
-    """Check a request body.  Raises Refused (400)."""
-    try:
-        body = msgspec.json.decode(data)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise bad_request(f"the body is not valid JSON: {error}", code="invalid_json") from None
-    if not isinstance(body, dict):
-        raise bad_request("the body must be a JSON object", code="invalid_json")
-    for name in _UNSUPPORTED:
-        if not _neutral(name, body.get(name)):
-            raise bad_request(
-                f"`{name}` is not supported through the gateway", code="unsupported", param=name
-            )
-    stream = _typed(body, "stream", bool, False)
-    options = _typed(body, "stream_options", dict, {})
-    count = _typed(body, "n", int, 1)
-    if not 1 <= count <= 128:
-        raise bad_request("`n` must lie between 1 and 128", param="n")
-    if dialect is Dialect.CHAT:
-        prompts, prompt_tokens = 1, _chat_tokens(body)
-        tokens_max = _tokens_max(body, "max_completion_tokens") or _tokens_max(body, "max_tokens")
-        logprobs = _typed(body, "top_logprobs", int, 0) if _typed(body, "logprobs", bool, False) else None
-    else:
-        prompts, prompt_tokens = _prompt_size(body)
-        limit = _tokens_max(body, "max_tokens")
-        tokens_max = COMPLETION_TOKENS_DEFAULT if limit is None else limit
-        logprobs = _typed(body, "logprobs", int, None)
-    return Request(
-        dialect=dialect,
-        body=body,
-        model=_typed(body, "model", str, None),
-        stream=stream,
-        include_usage=options.get("include_usage") is True,
-        return_token_ids=_typed(body, "return_token_ids", bool, False),
-        logprobs=logprobs,
-        tokens_max=tokens_max,
-        choices=count * prompts,
-        prompt_tokens=prompt_tokens,
-        restart_reason=_restart_reason(dialect, body, prompts),
-        digest=_digest(dialect, body),
-    )
-
-
-def _typed(body: dict[str, Any], name: str, kind: type, default: Any) -> Any:
-    value = body.get(name)
-    if value is None:
-        return default
-    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise bad_request(f"`{name}` must be of type {kind.__name__}", param=name)
-    return value
-
-
-def _tokens_max(body: dict[str, Any], name: str) -> int | None:
-    value: int | None = _typed(body, name, int, None)
-    if value is not None and not 0 <= value <= TOKENS_MAX:
-        raise bad_request(f"`{name}` must lie between 0 and {TOKENS_MAX}", param=name)
-    return value
-
-
-def _chat_tokens(body: dict[str, Any]) -> int:
-    messages = body.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise bad_request("`messages` must be a non-empty list", param="messages")
-    characters = 0
-    for message in messages:
-        if not isinstance(message, dict):
-            raise bad_request("each of `messages` must be an object", param="messages")
-        content = message.get("content")
-        characters += len(content) if isinstance(content, str) else 0
-        if isinstance(content, list):
-            characters += sum(len(str(part.get("text", ""))) for part in content if isinstance(part, dict))
-    return max(1, characters // 4)
-
-
-def _prompt_size(body: dict[str, Any]) -> tuple[int, int]:
-    """(number of prompts, tokens of all of them, as far as known)."""
-    prompt = body.get("prompt")
-    if isinstance(prompt, str) and prompt:
-        return 1, max(1, len(prompt) // 4)
-    if isinstance(prompt, list) and prompt:
-        if all(isinstance(token, int) and not isinstance(token, bool) for token in prompt):
-            return 1, len(prompt)
-        if all(isinstance(part, str) for part in prompt):
-            return len(prompt), max(1, sum(map(len, prompt)) // 4)
-        if all(isinstance(part, list) for part in prompt):
-            return len(prompt), sum(map(len, prompt))
-    raise bad_request(
-        "`prompt` must be a non-empty string, list of token ids, or list of either", param="prompt"
-    )
-
-
-def _neutral(name: str, value: Any) -> bool:
+def neutral(name: str, value: Any) -> bool:
+    """Whether a field of that value asks for nothing."""
     return value is None or value in ("", 0, False) or value in ([], {}) or value in _NEUTRAL.get(name, ())
 
 
-def _restart_reason(dialect: Dialect, body: dict[str, Any], prompts: int) -> str:
+def restart_reason(body: Mapping[str, Any], prompts: int, messages: Sequence[Mapping[str, Any]] = ()) -> str:
+    """The first field of an engine's body that cannot straddle a cut, or an empty string.
+
+    `messages` are those of a chat.
+    """
     if prompts > 1:
         return "prompt"
     for name in sorted(body):
-        if name not in _ANSWERED_ONCE and name not in _CARRIED and not _neutral(name, body[name]):
+        if name not in _ANSWERED_ONCE and name not in _CARRIED and not neutral(name, body[name]):
             return name
-    for message in body["messages"] if dialect is Dialect.CHAT else ():
+    for message in messages:
         content = message.get("content")
         if isinstance(content, list) and any(
             not isinstance(part, dict) or part.get("type") != "text" for part in content
         ):
             return "messages"
     return ""
-
-
-def _digest(dialect: Dialect, body: dict[str, Any]) -> str:
-    content = {name: value for name, value in body.items() if name not in ("stream", "stream_options")}
-    image = msgspec.json.encode([dialect, content], order="deterministic")
-    return hashlib.blake2b(image, digest_size=16).hexdigest()

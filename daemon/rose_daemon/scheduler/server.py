@@ -1,10 +1,10 @@
-"""The HTTP server of the scheduler: routes, errors in OpenAI's shape, authentication, time limits."""
+"""The HTTP server of the scheduler: routes, errors in the caller's dialect, authentication, time limits."""
 
 from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from typing import Annotated, Any, NamedTuple, TypeVar
 
@@ -15,9 +15,12 @@ from aiohttp.typedefs import Handler, Middleware
 
 from rose.core.events import JobSubmitted, ReplicaDrainRequested
 from rose.units import JobId, ReplicaId, WeightVersion
-from rose_daemon.scheduler.errors import Failure, Refused, bad_request, not_found
+from rose_daemon.scheduler.errors import Failure, Refused, Shape, bad_request, not_found
+from rose_daemon.scheduler.fleet import FleetApi
 from rose_daemon.scheduler.gateway import Gateway
 from rose_daemon.scheduler.jobs import JobDesk
+from rose_daemon.scheduler.requests import Dialect
+from rose_daemon.scheduler.streams import SHAPES
 
 BODY_TIMEOUT_S = 30.0
 """A request body must be there after this long."""
@@ -25,6 +28,7 @@ IDLE_TIMEOUT_S = 75.0
 """A connection without a complete request head for this long is closed."""
 
 _OPEN_PATHS = frozenset({"/health", "/metrics"})
+_TRY_AGAIN = frozenset({HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE})
 
 log = structlog.get_logger()
 
@@ -153,18 +157,24 @@ class ControlApi:
         return _json(view, status)
 
 
-def build_app(gateway: Gateway, control: ControlApi, *, token: str, body_bytes_max: int) -> web.Application:
+def build_app(
+    gateway: Gateway, fleet: FleetApi, control: ControlApi, *, token: str, body_bytes_max: int
+) -> web.Application:
     """The application; an empty `token` asks clients for none."""
+    shaped = fleet.routes()
+    shapes = {route.path: shape for route, shape in shaped}
+    shapes |= {dialect.path: shape for dialect, shape in SHAPES.items()}
     app = web.Application(
-        middlewares=[_errors, _authentication(token), _whole_body], client_max_size=body_bytes_max
+        middlewares=[_errors(shapes), _authentication(token), _whole_body], client_max_size=body_bytes_max
     )
+    app.add_routes([web.post(dialect.path, gateway.handler(dialect)) for dialect in Dialect])
+    app.add_routes([route for route, _ in shaped])
     app.add_routes(
         [
             web.get("/health", control.health),
             web.get("/metrics", control.metrics),
             web.get("/v1/models", gateway.models),
-            web.post("/v1/chat/completions", gateway.chat),
-            web.post("/v1/completions", gateway.completion),
+            web.post("/finish_session", gateway.finish_session),
             web.get("/rose/v1/status", control.status),
             web.post("/rose/v1/jobs", control.submit),
             web.get("/rose/v1/jobs/{job}", control.show),
@@ -178,21 +188,32 @@ def build_app(gateway: Gateway, control: ControlApi, *, token: str, body_bytes_m
     return app
 
 
-@web.middleware
-async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answer every error in OpenAI's shape."""
-    try:
-        return await handler(request)
-    except Refused as refused:
-        return _failed(refused.failure)
-    except web.HTTPRequestEntityTooLarge as error:
-        text = f"the body is over the limit of {request.client_max_size} bytes"
-        return _failed(Failure(error.status, "body_too_large", text))
-    except web.HTTPException as error:
-        if error.status < HTTPStatus.BAD_REQUEST:
-            raise
-        code = error.reason.lower().replace(" ", "_")
-        return _failed(Failure(error.status, code, f"{request.method} {request.path}: {error.reason}"))
+def _errors(shapes: Mapping[str, Shape]) -> Middleware:
+    """Answer every error in the shape of its path; of paths that nobody knows, in OpenAI's."""
+
+    @web.middleware
+    async def answer(request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        except Refused as refused:
+            failure = refused.failure
+        except web.HTTPRequestEntityTooLarge as error:
+            text = f"the body is over the limit of {request.client_max_size} bytes"
+            failure = Failure(error.status, "body_too_large", text)
+        except web.HTTPException as error:
+            if error.status < HTTPStatus.BAD_REQUEST:
+                raise
+            code = error.reason.lower().replace(" ", "_")
+            failure = Failure(error.status, code, f"{request.method} {request.path}: {error.reason}")
+        response = _json(failure.document(shapes.get(request.path, Shape.OPENAI)), failure.status)
+        response.headers["x-rose-error"] = failure.code
+        if failure.status in _TRY_AGAIN or failure.code == "version_unavailable":
+            response.headers["Retry-After"] = "1"
+        if failure.status == HTTPStatus.REQUEST_TIMEOUT:
+            response.force_close()
+        return response
+
+    return answer
 
 
 def _authentication(token: str) -> Middleware:
@@ -204,7 +225,7 @@ def _authentication(token: str) -> Middleware:
             given = request.headers.get("Authorization", "").encode("utf-8", errors="replace")
             if not hmac.compare_digest(given, expected):
                 text = "send the gateway's token as `Authorization: Bearer ...`"
-                return _failed(Failure(HTTPStatus.UNAUTHORIZED, "bad_token", text))
+                raise Refused(Failure(HTTPStatus.UNAUTHORIZED, "bad_token", text))
         return await handler(request)
 
     return check
@@ -218,9 +239,7 @@ async def _whole_body(request: web.Request, handler: Handler) -> web.StreamRespo
             await request.read()
     except TimeoutError:
         text = f"the body did not come within {BODY_TIMEOUT_S:.0f} s"
-        response = _failed(Failure(HTTPStatus.REQUEST_TIMEOUT, "body_timeout", text))
-        response.force_close()
-        return response
+        raise Refused(Failure(HTTPStatus.REQUEST_TIMEOUT, "body_timeout", text)) from None
     return await handler(request)
 
 
@@ -239,10 +258,3 @@ def _job_id(http: web.Request) -> JobId:
 
 def _json(document: dict[str, Any], status: int = HTTPStatus.OK) -> web.Response:
     return web.Response(body=msgspec.json.encode(document), status=status, content_type="application/json")
-
-
-def _failed(failure: Failure) -> web.Response:
-    response = _json(failure.document(), failure.status)
-    if failure.status == HTTPStatus.TOO_MANY_REQUESTS:
-        response.headers["Retry-After"] = "1"
-    return response

@@ -24,7 +24,7 @@ from rose.errors import RoseError
 from rose.units import JobId, ReplicaId, TrajectoryId, TurnId, WeightVersion
 from rose_daemon.scheduler.output import Answer
 
-SCHEMA = 1
+SCHEMA = 2
 ANSWERS_MAX = 20_000
 ANSWERS_BYTES_MAX = 256 << 20
 JOURNAL_ROWS_MAX = 200_000
@@ -35,16 +35,25 @@ log = structlog.get_logger()
 _TABLES = """
 CREATE TABLE IF NOT EXISTS jobs (
     job TEXT PRIMARY KEY, spec BLOB NOT NULL, rl_step INTEGER, required_version INTEGER,
-    step_open INTEGER NOT NULL, published_version INTEGER
+    step_open INTEGER NOT NULL, published_version INTEGER, paused INTEGER NOT NULL DEFAULT 0,
+    cache_salt TEXT NOT NULL DEFAULT ''
 ) STRICT;
 CREATE TABLE IF NOT EXISTS answers (
     seq INTEGER PRIMARY KEY AUTOINCREMENT, job TEXT NOT NULL, turn TEXT NOT NULL, digest TEXT NOT NULL,
-    body BLOB NOT NULL, UNIQUE (job, turn)
+    body BLOB NOT NULL, trajectory TEXT NOT NULL DEFAULT '', UNIQUE (job, turn)
 ) STRICT;
 CREATE TABLE IF NOT EXISTS journal (
     seq INTEGER PRIMARY KEY AUTOINCREMENT, boot INTEGER NOT NULL, now_ns INTEGER NOT NULL,
     event BLOB NOT NULL, effects BLOB NOT NULL
 ) STRICT;
+"""
+
+
+_FROM_1 = """
+ALTER TABLE jobs ADD COLUMN paused INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE jobs ADD COLUMN cache_salt TEXT NOT NULL DEFAULT '';
+ALTER TABLE answers ADD COLUMN trajectory TEXT NOT NULL DEFAULT '';
+PRAGMA user_version=2;
 """
 
 
@@ -57,6 +66,10 @@ class JobRecord(msgspec.Struct, frozen=True):
     step_open: bool = False
     published_version: WeightVersion | None = None
     """Highest version the trainer announced."""
+    paused: bool = False
+    """A client holds its turns back."""
+    cache_salt: str = ""
+    """Sets its prefixes apart from those before the last flush."""
 
 
 class StoredAnswer(msgspec.Struct, frozen=True):
@@ -104,9 +117,7 @@ class Store:
         """Names this run of the scheduler in the journal."""
         self._pending: list[tuple[int, int, bytes, bytes]] = []
         self._failing = False
-        self._answers, self._answer_bytes = self._db.execute(
-            "SELECT count(*), coalesce(sum(length(body)), 0) FROM answers"
-        ).fetchone()
+        self._count_answers()
 
     def close(self) -> None:
         """Flush the journal and let the directory go."""
@@ -121,7 +132,9 @@ class Store:
 
     def _check_schema(self, path: Path) -> None:
         (version,) = self._db.execute("PRAGMA user_version").fetchone()
-        if version not in (0, SCHEMA):
+        if version == 1:
+            self._db.executescript(_FROM_1)
+        elif version not in (0, SCHEMA):
             raise RoseError(
                 f"{path}: schema {version} is not supported", f"this release reads schema {SCHEMA}"
             )
@@ -132,22 +145,31 @@ class Store:
     def jobs(self) -> dict[JobId, JobRecord]:
         """All jobs, in order of submission."""
         rows = self._db.execute(
-            "SELECT spec, rl_step, required_version, step_open, published_version FROM jobs ORDER BY rowid"
+            "SELECT spec, rl_step, required_version, step_open, published_version, paused, cache_salt"
+            " FROM jobs ORDER BY rowid"
         )
         records = [
             JobRecord(
-                msgspec.msgpack.decode(spec, type=JobSubmitted), rl_step, required, bool(is_open), published
+                msgspec.msgpack.decode(spec, type=JobSubmitted),
+                rl_step,
+                required,
+                bool(is_open),
+                published,
+                bool(paused),
+                salt,
             )
-            for spec, rl_step, required, is_open, published in rows
+            for spec, rl_step, required, is_open, published, paused, salt in rows
         ]
         return {record.spec.job: record for record in records}
 
     def put_job(self, record: JobRecord) -> None:
         """Insert or replace a job."""
         self._db.execute(
-            "INSERT INTO jobs VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT (job) DO UPDATE SET spec=excluded.spec,"
+            "INSERT INTO jobs (job, spec, rl_step, required_version, step_open, published_version, paused,"
+            " cache_salt) VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (job) DO UPDATE SET spec=excluded.spec,"
             " rl_step=excluded.rl_step, required_version=excluded.required_version,"
-            " step_open=excluded.step_open, published_version=excluded.published_version",
+            " step_open=excluded.step_open, published_version=excluded.published_version,"
+            " paused=excluded.paused, cache_salt=excluded.cache_salt",
             (
                 record.spec.job,
                 msgspec.msgpack.encode(record.spec),
@@ -155,6 +177,8 @@ class Store:
                 record.required_version,
                 int(record.step_open),
                 record.published_version,
+                int(record.paused),
+                record.cache_salt,
             ),
         )
 
@@ -163,6 +187,9 @@ class Store:
         # Answers first: a job of the same name must not find those of the one before it.
         self._db.execute("DELETE FROM answers WHERE job=?", (job,))
         self._db.execute("DELETE FROM jobs WHERE job=?", (job,))
+        self._count_answers()
+
+    def _count_answers(self) -> None:
         self._answers, self._answer_bytes = self._db.execute(
             "SELECT count(*), coalesce(sum(length(body)), 0) FROM answers"
         ).fetchone()
@@ -177,8 +204,8 @@ class Store:
         body = msgspec.msgpack.encode(answer)
         try:
             self._db.execute(
-                "INSERT OR REPLACE INTO answers (job, turn, digest, body) VALUES (?, ?, ?, ?)",
-                (job, answer.turn_id, digest, body),
+                "INSERT OR REPLACE INTO answers (job, turn, digest, body, trajectory) VALUES (?, ?, ?, ?, ?)",
+                (job, answer.turn_id, digest, body, answer.trajectory),
             )
         except sqlite3.OperationalError as error:
             self._note_failure(error)
@@ -201,6 +228,15 @@ class Store:
             "SELECT digest, body FROM answers WHERE job=? AND turn=?", (job, turn_id)
         ).fetchone()
         return None if row is None else StoredAnswer(row[0], msgspec.msgpack.decode(row[1], type=Answer))
+
+    def forget_answers(self, job: JobId, trajectory: str) -> int:
+        """Forget the finished turns of a trajectory: a resend would run again.  Answers how many."""
+        forgotten = self._db.execute(
+            "DELETE FROM answers WHERE job=? AND trajectory=?", (job, trajectory)
+        ).rowcount
+        if forgotten:
+            self._count_answers()
+        return forgotten
 
     # ---- journal -----------------------------------------------------------------------------------
 

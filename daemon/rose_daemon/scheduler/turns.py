@@ -11,7 +11,7 @@ last reader leaves is cancelled.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -86,12 +86,29 @@ class Turn:
         """A client has been shown tokens: they cannot be taken back."""
         self.outcome: Outcome | None = None
         self.readers = 0
+        self.idle = False
+        """Nothing has come for a while, and the reader has not told its client yet."""
+        self.changed_s = now_s
         self._changed = asyncio.Event()
 
     @property
     def token_count(self) -> int:
         """Output tokens kept, over all choices."""
         return sum(len(choice.token_ids) for choice in self.choices)
+
+    @property
+    def replica(self) -> ReplicaId | None:
+        """Where the turn runs, or ran last."""
+        if self.attempt is not None:
+            return self.attempt.replica
+        return self.attempts[-1].replica if self.attempts else None
+
+    @property
+    def version(self) -> WeightVersion | None:
+        """The weights that the latest tokens were sampled from."""
+        if self.attempt is not None:
+            return self.attempt.version
+        return self.weight_versions[-1][2] if self.weight_versions else None
 
     @property
     def restart_reason(self) -> str:
@@ -104,14 +121,14 @@ class Turn:
         # An engine that parses its output shows us parts, from which its text cannot be continued.
         return "parsed_output" if choice.tool_calls or choice.reasoning else ""
 
-    def add(self, pieces: Iterable[Piece]) -> None:
+    def add(self, pieces: Iterable[Piece], now_s: float) -> None:
         """Take in new output and wake the readers."""
         for piece in pieces:
             self.choices[piece.index].add(piece)
             if piece.token_ids and not piece.text:
                 self.silent.extend(piece.token_ids)
             self._publish(piece)
-        self._wake()
+        self._wake(now_s)
 
     def _publish(self, piece: Piece) -> None:
         """Show a piece; one that only opens a choice (role, prompt ids) waits for its first output.
@@ -165,7 +182,12 @@ class Turn:
         """Give the turn its only outcome."""
         assert self.outcome is None, f"{self.key} already has an outcome"
         self.outcome = outcome
-        self._wake()
+        self._wake(self.changed_s)
+
+    def nudge(self, now_s: float) -> None:
+        """Have the readers tell their clients that the turn lives."""
+        self.idle = True
+        self._wake(now_s)
 
     def answer(self, created: int) -> Answer:
         """The finished turn.  `created` is in seconds since the epoch."""
@@ -177,7 +199,7 @@ class Turn:
             created=created,
             choices=self.choices,
             usage=self._usage(),
-            replica=self.attempts[-1].replica,
+            replica=self.replica or ReplicaId(""),
             attempts=self.attempts,
             weight_versions=self.weight_versions,
         )
@@ -186,7 +208,8 @@ class Turn:
         """Wait for more pieces or the outcome."""
         await self._changed.wait()
 
-    def _wake(self) -> None:
+    def _wake(self, now_s: float) -> None:
+        self.changed_s = now_s
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -212,6 +235,7 @@ class TurnCounts(msgspec.Struct):
     finished: int = 0
     failed: int = 0
     cancelled: int = 0
+    """Ended by their client: it went away, or aborted them."""
     interrupted: int = 0
     """Attempts that ended early."""
     rerouted: int = 0
@@ -243,10 +267,25 @@ class TurnBook:
         """The live turn with that id."""
         return self._by_id.get((job, turn_id))
 
+    def named(self, names: Collection[str]) -> list[Turn]:
+        """Live turns by any id that their client gave or was given, OpenAI's prefix or not."""
+        bare = {name.removeprefix("chatcmpl-").removeprefix("cmpl-") for name in names}
+        return [
+            turn
+            for turn in self.live.values()
+            if turn.turn_id in bare or any(name in names for name in turn.request.names)
+        ]
+
+    def of_job(self, job: JobId) -> list[Turn]:
+        """A job's live turns."""
+        return [turn for turn in self.live.values() if turn.job == job]
+
     def settle(self, turn: Turn, outcome: Outcome) -> None:
         """Give a live turn its only outcome, and count it."""
         turn.settle(outcome)
         match outcome:
+            case Answer(aborted=True):
+                self.counts.cancelled += 1
             case Answer():
                 self.counts.finished += 1
             case Failure():

@@ -13,14 +13,13 @@ import msgspec
 
 from rose.errors import NotReady
 from rose_daemon.scheduler.errors import Failure
-from rose_daemon.scheduler.output import Piece, read_chunk
+from rose_daemon.scheduler.output import ABORTED, Piece, read_chunk
 from rose_daemon.scheduler.requests import Dialect
 
 CONNECT_TIMEOUT_S = 5.0
 SIDE_CALL_TIMEOUT_S = 30.0
 """For /detokenize and /v1/models, which an engine answers without its scheduler."""
 EVENT_BYTES_MAX = 32 << 20
-_ABORTED = "abort"
 _REFUSALS = frozenset({400, 401, 403, 404, 405, 413, 415, 422})
 """Statuses that say something about the request itself; another replica would answer the same."""
 
@@ -159,7 +158,7 @@ async def _read_stream(response: aiohttp.ClientResponse, call: Call, on_pieces: 
             chunk = _parse(call, data)
             if chunk.error is not None:
                 return _stream_error(chunk.error)
-            aborted = next((piece for piece in chunk.pieces if piece.finish_reason == _ABORTED), None)
+            aborted = next((piece for piece in chunk.pieces if piece.finish_reason == ABORTED), None)
             if aborted is not None:
                 reason = str(aborted.stop_reason or "aborted_by_engine")
                 aborted.finish_reason = aborted.stop_reason = None
