@@ -263,7 +263,7 @@ async def test_an_engine_that_vanishes_is_passed_by(tmp_path: Path) -> None:
         assert answer.choices[0].token_ids == expected(PROMPT, 60)[0]
 
 
-@pytest.mark.parametrize("more", [{"stop": ["never"]}, {"frequency_penalty": 0.5}, {"min_tokens": 5}])
+@pytest.mark.parametrize("more", [{"stop": ["never"]}, {"length_penalty": 0.5}, {"min_tokens": 5}])
 async def test_what_cannot_straddle_a_cut_starts_again(tmp_path: Path, more: dict[str, Any]) -> None:
     async with world(tmp_path) as made:
         body = CHAT | {"max_tokens": 60, "ignore_eos": True, "return_token_ids": True} | more
