@@ -12,8 +12,8 @@ class RoutingSlack(msgspec.Struct, frozen=True, kw_only=True):
 
     group: float = 0.25
     """For holding the prompt of the turn's group (GRPO samples one prompt many times)."""
-    guess: float = 0.1
-    """For holding the prefix of what is guessed to be the turn's trajectory."""
+    guess: float = 0.25
+    """For holding the prefix of what is guessed to be the turn's trajectory: a share of the best's load."""
     hardware: float = 0.25
     """For being of the kind of device that suits the turn's task."""
 

@@ -233,8 +233,10 @@ class Router:
             return self._back_to(want)
         if pinned is not None and best.condition.gate_held and not want.hint:
             return Pick(pinned.id, AFFINITY)
-        guess = self._near(want.pin, AFFINITY, self._slack.guess, want, best) if want.hint else None
-        if near := guess or self._near(want.group_pin, GROUP, self._slack.group, want, best):
+        load = self._load(best, 1, want.tokens)
+        bearable = (1 + self._slack.guess) * load + 1 / self._cap
+        guess = self._near(want.pin, AFFINITY, bearable, want) if want.hint else None
+        if near := guess or self._near(want.group_pin, GROUP, load + self._slack.group, want):
             return near
         return Pick(best.id, SERVING if best.serving else LEAST_LOADED)
 
@@ -263,15 +265,12 @@ class Router:
         route = self._routes.get(replica) if replica is not None and replica != want.avoid else None
         return route if route is not None and route.open and self._suits(route, want) else None
 
-    def _near(
-        self, replica: ReplicaId | None, why: str, slack: float, want: Want, best: _Route
-    ) -> Pick | None:
+    def _near(self, replica: ReplicaId | None, why: str, load_max: float, want: Want) -> Pick | None:
         """The replica, if the turn should go there for the prefix that it holds."""
         route = self._usable(replica, want)
         if route is None or route.condition.gate_held:
             return None
-        most = self._load(best, 1, want.tokens) + slack
-        return Pick(route.id, why) if self._load(route, 1, want.tokens) <= most else None
+        return Pick(route.id, why) if self._load(route, 1, want.tokens) <= load_max else None
 
     def _suits(self, route: _Route, want: Want) -> bool:
         return want.versions.admits(route.condition.weight_version)
