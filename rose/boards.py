@@ -165,6 +165,11 @@ class Activity:
         if since_ns:
             self._busy.value += max(0, now_ns - since_ns)
 
+    @property
+    def working(self) -> bool:
+        """Whether the owner has work on the device now."""
+        return bool(self._since.value)
+
     def clear(self) -> None:
         """A new owner has nothing in flight."""
         self._since.value = 0
@@ -362,6 +367,10 @@ class BoardPaths(NamedTuple):
     def transitions(self, replica: str) -> Path:
         """Ring of GateTransition of one rollout engine."""
         return self.run_dir / f"gate-{replica}.ring"
+
+    def steps(self, engine: str) -> Path:
+        """Ring of StepRecord of one engine, serving or rollout, where its step log is on."""
+        return self.run_dir / f"steps-{engine}.ring"
 
 
 __all__ = [

@@ -138,6 +138,8 @@ class ReplicaConfig(_Section, frozen=True):
     """Most requests that run at once."""
     profile: str = ""
     """Latency profile to start from, as `rose profile` wrote it; empty: it learns from its own steps."""
+    step_log: bool = False
+    """Log every step in a ring in `node.run_dir`, for measurements: some microseconds a step."""
     engine_args: tuple[str, ...] = ()
     """More arguments for the vLLM server."""
 

@@ -242,3 +242,15 @@ class GateTransition(NamedTuple):
     step_512_ns: int
     margin_ns: int
     """The model's own margin."""
+
+
+class StepRecord(NamedTuple):
+    """One step that an engine took.  Kept in a ring (`rose.rings`) where the step log is on."""
+
+    number: int
+    """Counts the steps of one engine; a gap means that some were dropped."""
+    start_ns: int
+    """When it had the device: given to the worker, and the step before it done."""
+    end_ns: int
+    tokens: int
+    """0 where they were not counted."""

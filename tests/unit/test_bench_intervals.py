@@ -73,7 +73,7 @@ def _run(mode: Mode, index: int, ttfts_ms: list[float]) -> Run:
         records.append(record)
     return Run(
         mode=mode, round=index, elapsed_s=1, records=records, rollout_tokens=0, rollout_errors=0,
-        serving_busy_share=0, rollout_busy_share=0, gate_transitions=0,
+        serving_busy_share=0, rollout_busy_share=0, gate_transitions=0, started_ns=0, ended_ns=1,
     )  # fmt: skip
 
 

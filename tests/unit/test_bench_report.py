@@ -12,7 +12,7 @@ from aiohttp import web
 from rich.console import Console
 from rose_daemon.bench import report as reports
 from rose_daemon.bench import table
-from rose_daemon.bench.coserve import generated_tokens
+from rose_daemon.bench.probe import generated_tokens
 from rose_daemon.bench.runs import CoserveOptions, GateCosts, Measured, Mode, Run, Trial, parse_modes
 from rose_daemon.harness.load import RequestRecord, Target, open_client
 from rose_daemon.harness.replay import ReplayPlan, plan_replay
@@ -40,6 +40,8 @@ def run(mode: Mode, index: int, ttfts_ms: list[float], tokens: int = 0) -> Run:
         serving_busy_share=0.5,
         rollout_busy_share=0.4,
         gate_transitions=7,
+        started_ns=0,
+        ended_ns=10 * NS_PER_S,
     )
 
 
@@ -106,7 +108,7 @@ def test_report_has_its_stable_keys() -> None:
     assert report["setup"]["calibration"] == [{"rate_rps": 5.5, "busy_share": 0.55}]
     assert report["setup"]["skipped"] == {"priority": "not allowed"}
     assert len(report["violations"]) == reports.VIOLATIONS_PER_MODE
-    assert report["violations"][0]["cause"] == "ttft"
+    assert (report["violations"][0]["budget"], report["violations"][0]["cause"]) == ("ttft", "serving")
 
 
 def test_the_reference_is_what_serving_alone_leaves_of_rollout_alone() -> None:
@@ -133,6 +135,7 @@ def test_modes_are_compared_request_by_request() -> None:
     assert goals == {
         "rose-strict: p99 TTFT over alone": False,
         "rose-strict: share of the reference": True,
+        "rose-strict: share late because of rollout": True,
     }
 
 

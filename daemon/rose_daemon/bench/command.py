@@ -74,6 +74,10 @@ def coserve(
     token_cap: Annotated[
         int, typer.Option(min=1, max=512, help="Most tokens of a rollout step in the other modes.")
     ] = 512,
+    inject: Annotated[
+        bool,
+        typer.Option("--inject", help="Afterwards hold the device up on purpose, to test the blame for it."),
+    ] = False,
     ttft_ms: Annotated[float, typer.Option(min=1, help="TTFT budget.")] = 250.0,
     tpot_ms: Annotated[float, typer.Option(min=1, help="TPOT budget.")] = 60.0,
     seed: Annotated[
@@ -116,6 +120,7 @@ def coserve(
         rollout_output_tokens=output_tokens,
         static_tokens=static_tokens,
         token_cap=token_cap,
+        inject=inject,
         budgets=Budgets(ttft_ms, tpot_ms),
         seed=seed,
     )

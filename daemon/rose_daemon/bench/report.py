@@ -7,11 +7,12 @@ from typing import Any
 
 from rose.errors import Exit
 from rose.units import NS_PER_MS
+from rose_daemon.bench import causes
 from rose_daemon.bench.figures import BASELINES, Comparison
 from rose_daemon.bench.runs import BUSY_RANGE, GATED, GateCosts, Measured, Mode, Run, of_mode
 from rose_daemon.harness.load import Budgets
 from rose_daemon.harness.stats import percentile, rounded
-from rose_daemon.harness.summary import breaches, head, serving_figures, violations
+from rose_daemon.harness.summary import breaches, head, serving_figures
 
 VIOLATIONS_PER_MODE = 50
 
@@ -41,6 +42,7 @@ def build(measured: Measured) -> dict[str, Any]:
         "serving_alone_busy_as_wanted": None if busy_share is None else _as_wanted(busy_share),
         "setup": _setup(measured),
         "gate": _gate(measured),
+        "attribution": causes.of_drills(measured.drills, budgets),
         "violations": _violations(runs, budgets),
     }
     report["goals"] = goals(report)
@@ -70,11 +72,16 @@ def goals(report: dict[str, Any]) -> list[dict[str, Any]]:
     slack = report["modes"].get(str(Mode.ROSE_SLACK), {})
     strict = report["modes"].get(str(Mode.ROSE_STRICT), {})
     alone = (strict.get("against") or {}).get(str(Mode.ALONE)) or {}
+    attribution = report["attribution"] or {}
     rows = (
         ("rose-slack: share within both budgets", slack.get("within_budget_share"), ">=", 0.995),
         ("rose-slack: share of the reference", slack.get("share_of_reference"), ">=", 0.93),
         ("rose-strict: p99 TTFT over alone", alone.get("ttft_ms", {}).get("p99_ratio"), "<=", 1.15),
         ("rose-strict: share of the reference", strict.get("share_of_reference"), ">=", 0.80),
+        ("rose-slack: share late because of rollout", slack.get("late_by_rollout_share"), "<=", 0.001),
+        ("rose-strict: share late because of rollout", strict.get("late_by_rollout_share"), "<=", 0.001),
+        ("blame for injected delays: precision", attribution.get("precision"), ">=", 0.9),
+        ("blame for injected delays: recall", attribution.get("recall"), ">=", 0.9),
     )
     return [
         {
@@ -96,7 +103,8 @@ def _mode(mode: Mode, runs: Sequence[Run], budgets: Budgets, comparison: Compari
     rolls_out = mode is not Mode.ALONE and elapsed_s > 0
     return (
         figures
-        | (comparison.latencies(mode) if ours else {})
+        | comparison.latencies(mode)
+        | causes.summary(ours, budgets)
         | {
             "rollout_tokens_per_s": round(tokens / elapsed_s, 2) if rolls_out else None,
             "serving_busy_share": _mean([run.serving_busy_share for run in ours]),
@@ -197,9 +205,19 @@ def _violations(runs: Sequence[Run], budgets: Budgets) -> list[dict[str, Any]]:
     listed = []
     for mode in dict.fromkeys(run.mode for run in runs):
         broken = [
-            {"mode": str(mode), "round": run.round} | one
+            {
+                "mode": str(mode),
+                "round": run.round,
+                "request": one.record.index,
+                "budget": one.budget,
+                "cause": one.cause,
+                "rollout_ms": rounded(one.rollout_ms),
+                "ttft_ms": rounded(one.record.ttft_ms),
+                "tpot_ms": rounded(one.record.tpot_ms),
+                "error": one.record.error,
+            }
             for run in of_mode(runs, mode)
-            for one in violations(run.records, budgets)
+            for one in causes.violations(run, budgets)
         ]
         listed += broken[:VIOLATIONS_PER_MODE]
     return listed

@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 import aiohttp
 import msgspec
 
+from rose.core.attribution import Wait, decode_wait, first_token_wait
 from rose.traces import TraceRequest
-from rose.units import NS_PER_MS, NS_PER_S
+from rose.units import NS_PER_MS, NS_PER_S, ms_to_ns
 
 REQUEST_TIMEOUT_S = 120.0
 LATE_MS = 25.0
@@ -77,11 +78,20 @@ class RequestRecord(msgspec.Struct):
         """Which budget the request broke, or an empty string.  A failed request broke them all."""
         if self.error:
             return "failed"
-        if self.ttft_ms is None or self.ttft_ms > budgets.ttft_ms:
+        if not self.token_ns:
             return "ttft"
-        if self.tpot_ms is not None and self.tpot_ms > budgets.tpot_ms:
-            return "tpot"
-        return ""
+        return next(iter(self.late_waits(budgets)), "")
+
+    def late_waits(self, budgets: Budgets) -> dict[str, Wait]:
+        """What the request waited for longer than its budget allows: `ttft`, `tpot`, both or neither."""
+        if not self.token_ns:
+            return {}
+        first_ns, last_ns = self.token_ns[0], self.token_ns[-1]
+        waits = {
+            "ttft": first_token_wait(self.sent_ns, first_ns, ms_to_ns(budgets.ttft_ms)),
+            "tpot": decode_wait(first_ns, last_ns, len(self.token_ns), ms_to_ns(budgets.tpot_ms)),
+        }
+        return {budget: wait for budget, wait in waits.items() if wait is not None}
 
 
 def open_client() -> aiohttp.ClientSession:

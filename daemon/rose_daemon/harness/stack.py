@@ -80,6 +80,8 @@ class StackPlan(msgspec.Struct, frozen=True, kw_only=True):
     tpot_slo_ms: float = 60
     token_cap: int = 512
     """Most rollout tokens of a step."""
+    step_log: bool = False
+    """Have the serving engine log its steps (`ReplicaConfig` says it for the others)."""
 
 
 def free_ports(count: int) -> list[int]:
@@ -292,6 +294,7 @@ class Stack:
             tpot_slo_ms=serving.tpot_slo_ms,
             cpus=(self.plan.cores.shared,),
             api_cpus=(self.plan.cores.host,),
+            step_log=self.plan.step_log,
             shape=SERVING_SHAPE,
         )
         await self.add("serving", command.argv, environ=command.env)

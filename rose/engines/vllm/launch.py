@@ -70,6 +70,7 @@ def serving_command(
     profile: str = "",
     slo_classes: str = "",
     slo_token_file: str = "",
+    step_log: bool = False,
     shape: EngineShape = DEFAULT_SHAPE,
     device: str = "cpu",
     engine_args: Sequence[str] = (),
@@ -91,6 +92,7 @@ def serving_command(
         profile_file=profile,
         slo_classes=slo_classes,
         slo_token_file=slo_token_file,
+        step_log=step_log,
     )
     argv = _server(_Server(model, served_name, host, port), shape, device)
     argv += ["--scheduler-cls", _scheduler("serving", device)]
@@ -122,6 +124,7 @@ def rollout_command(
         worker_idle_priority=replica.idle_priority,
         api_cpus=_cores(replica.api_cpus),
         profile_file=replica.profile,
+        step_log=replica.step_log,
     )
     shape = EngineShape(
         replica.kv_blocks, replica.block_tokens, replica.context_tokens_max, replica.sequences_max

@@ -13,6 +13,7 @@ from rose.engines.vllm.kv_budget import KvBudget
 from rose.engines.vllm.kv_orders import KvMemory
 from rose.engines.vllm.settings import PluginSettings
 from rose.engines.vllm.step_gate import StepGate
+from rose.engines.vllm.step_log import StepLog
 from rose.units import ms_to_ns
 
 _OVERHEAD_WINDOW = 512
@@ -25,6 +26,7 @@ class ReplicaBoard:
         boards = settings.boards
         boards.run_dir.mkdir(parents=True, exist_ok=True)
         self._writer = BoardWriter(boards.replica(settings.name), ReplicaReading)
+        self._log = StepLog(settings, settings.name)
         self._overhead_p50 = WindowQuantile(_OVERHEAD_WINDOW, 0.5)
         self._overhead_p99 = WindowQuantile(_OVERHEAD_WINDOW, 0.99)
         self._overhead_ns = 0
@@ -56,9 +58,11 @@ class ReplicaBoard:
         else:
             self._empty_steps += 1
 
-    def step_ended(self, started_ns: int, now_ns: int) -> int:
+    def step_ended(self, started_ns: int, now_ns: int, tokens: int) -> int:
         """The oldest step in flight is done; returns how long it had the device."""
-        duration_ns = now_ns - max(started_ns, self._step_end_ns)
+        began_ns = max(started_ns, self._step_end_ns)
+        duration_ns = now_ns - began_ns
+        self._log.ended(began_ns, now_ns, tokens)
         self._busy_ns += duration_ns
         self._step_end_ns = now_ns
         self._in_flight -= 1

@@ -133,7 +133,7 @@ class RolloutMixin:
             if scheduler_output.total_num_scheduled_tokens and self._rose_steps:
                 step = self._rose_steps.popleft()
                 self._rose_memory.step_ended()
-                duration_ns = self._rose_board.step_ended(step.started_ns, entered_ns)
+                duration_ns = self._rose_board.step_ended(step.started_ns, entered_ns, step.tokens)
                 self._rose_gate.step_ended(step, duration_ns)
             self._rose_tell_ended(outputs)
             self._rose_publish()

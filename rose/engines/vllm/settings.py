@@ -57,6 +57,8 @@ class PluginSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Rollout only: the version that the checkpoint holds; above 0 if it is the host's copy."""
     profile_file: str = ""
     """Latency profile to start from; empty: none."""
+    step_log: bool = False
+    """Log every step in a ring in `run_dir` (`rose bench coserve` reads it)."""
     allow_untested: bool = False
     """Load beside a vLLM release that was not tested."""
 

@@ -16,6 +16,7 @@ from rose.core.slo import SlackTracker
 from rose.engines.vllm.neighbours import Neighbours
 from rose.engines.vllm.settings import PluginSettings
 from rose.engines.vllm.step_gate import GateBells
+from rose.engines.vllm.step_log import StepLog
 from rose.profile import Profile
 from rose.units import ms_to_ns
 
@@ -76,7 +77,9 @@ class SlackBoard:
         boards = settings.boards
         boards.run_dir.mkdir(parents=True, exist_ok=True)
         self._shape = shape
-        self._writer = BoardWriter(boards.slack(shape.board_name(settings.name)), SlackReading)
+        name = shape.board_name(settings.name)
+        self._writer = BoardWriter(boards.slack(name), SlackReading)
+        self._log = StepLog(settings, name)
         self._bells = GateBells(boards.run_dir)
         self._neighbours = Neighbours(boards.run_dir)
         self._kv_total_blocks = kv_total_blocks
@@ -121,9 +124,11 @@ class SlackBoard:
         if not self._steps:
             return
         step = self._steps.popleft()
-        duration_ns = at_ns - max(step.started_ns, self.step_end_ns)
+        began_ns = max(step.started_ns, self.step_end_ns)
+        duration_ns = at_ns - began_ns
         self.busy_ns += duration_ns
         self.step_end_ns = at_ns
+        self._log.ended(began_ns, at_ns, step.prompt_tokens + step.decodes)
         if step.prompt_tokens or self.steps % _LEARN_DECODES_EVERY == 0:
             shared = int(_CO_RUNNING_SHARE * (neighbours_ns - step.neighbours_ns) > duration_ns)
             self.tracker.observe_step(step.prompt_tokens, step.decodes, duration_ns, co_running=shared)
