@@ -3,22 +3,39 @@
 from __future__ import annotations
 
 import io
+import json
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
+from msgspec import structs
 from rich.console import Console
+from rose_daemon.bench import plot, table
 from rose_daemon.bench import report as reports
-from rose_daemon.bench import table
-from rose_daemon.bench.probe import generated_tokens
-from rose_daemon.bench.runs import CoserveOptions, GateCosts, Measured, Mode, Run, Trial, parse_modes
+from rose_daemon.bench.command import app
+from rose_daemon.bench.probe import generated_tokens, open_spans
+from rose_daemon.bench.runs import (
+    CoserveOptions,
+    Drill,
+    GateCosts,
+    Injection,
+    Measured,
+    Mode,
+    Run,
+    Trial,
+    parse_modes,
+    read_measured,
+    write_measured,
+)
 from rose_daemon.harness.load import RequestRecord, Target, open_client
 from rose_daemon.harness.replay import ReplayPlan, plan_replay
 from rose_daemon.harness.stack import Cores
+from typer.testing import CliRunner
 
-from rose.core.readings import ReplicaReading, SlackReading
+from rose.core.attribution import Span
+from rose.core.readings import GateTransition, ReplicaReading, SlackReading, StepRecord
 from rose.errors import ConfigError, EngineFailed, Exit, RoseError
 from rose.units import NS_PER_MS, NS_PER_S
 
@@ -100,6 +117,7 @@ def test_report_has_its_stable_keys() -> None:
     assert report["modes"]["alone"]["rollout_tokens_per_s"] is None
     assert report["modes"]["rollout-alone"]["ttft_ms"]["p99"] is None
     assert report["serving_alone_busy_share"] == 0.5
+    assert report["kv_budget_was_cut"] is False
     assert report["gate"]["overhead_us"] == {"p50": 4.0, "p99": 9.0}
     serving = report["gate"]["modes"]["rose-strict"]["serving"]
     assert (serving["overhead_us"], serving["prefill_predicted_ms"], serving["drift"]) == (8.0, 30.0, 1.1)
@@ -151,14 +169,84 @@ def test_the_table_fits_in_80_columns_with_all_its_headings() -> None:
     wide = report["modes"]["rose-strict"]
     wide["within_budget_share"], wide["rollout_tokens_per_s"], wide["requests"] = 1.0, 12345.6, 10_000
     wide["ttft_ms"]["p99"] = wide["itl_ms"]["max"] = 12345.6
+    report["kv_budget_was_cut"] = True
     table.show(report, console)
     text = console.export_text()
+    assert "ran short of memory" in text
     assert "…" not in text
     words = {word for heading in table.HEADINGS for word in heading.split()}
     assert words <= set(text.split())
     assert "10000 100.00% 12346" in text
     assert "priority was left out: not allowed" in text
     assert "not ok" in text
+
+
+def with_steps() -> Measured:
+    found = measured()
+    for one in found.runs:
+        one.serving_steps = [
+            StepRecord(n, n * 20 * NS_PER_MS, (n * 20 + 9) * NS_PER_MS, 3) for n in range(90)
+        ]
+        one.rollout_steps = [
+            StepRecord(n, (n * 20 + 9) * NS_PER_MS, (n * 20 + 19) * NS_PER_MS, 64) for n in range(90)
+        ]
+    found.gate_open = {Mode.ROSE_STRICT: [Span(9 * NS_PER_MS, 19 * NS_PER_MS)]}
+    found.drills = [Drill(found.runs[2], [Injection(True, 0, 9)])]
+    return found
+
+
+def test_a_former_measurement_gives_the_same_report_and_a_picture(tmp_path: Path) -> None:
+    found = with_steps()
+    kept = tmp_path / "measured.json"
+    write_measured(kept, found)
+    assert read_measured(kept) == found
+    console = CliRunner()
+    out, copy = tmp_path / "out", tmp_path / "copy.json"
+    done = console.invoke(app, ["coserve", "--from", str(kept), "--out", str(out), "--json", str(copy)])
+    assert done.exit_code == Exit.OK, done.output
+    assert json.loads(copy.read_text()) == json.loads((out / "report.json").read_text())
+    assert json.loads(copy.read_text())["modes"] == json.loads(json.dumps(reports.build(found)["modes"]))
+    assert (out / "report.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_is_no_must(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plot, "available", lambda: False)
+    write_measured(tmp_path / "measured.json", measured(251))
+    arguments = ["coserve", "--from", str(tmp_path / "measured.json"), "--out", str(tmp_path)]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == Exit.SLO_BREACH
+    assert "no picture" in done.output
+    assert not (tmp_path / "report.png").exists()
+
+
+def test_a_picture_needs_no_mode_in_particular(tmp_path: Path) -> None:
+    found = measured()
+    found.runs = [one for one in found.runs if one.mode is Mode.ROLLOUT_ALONE]
+    found.options = structs.replace(found.options, modes=(Mode.ROLLOUT_ALONE,))
+    plot.draw(found, reports.build(found), tmp_path / "p.png")
+    assert (tmp_path / "p.png").stat().st_size > 1000
+    with pytest.raises(ConfigError, match="cannot be written"):
+        plot.draw(found, reports.build(found), tmp_path / "none" / "p.png")
+
+
+@pytest.mark.parametrize("content", [None, "{}", "not json"])
+def test_what_is_no_measurement_is_refused(tmp_path: Path, content: str | None) -> None:
+    path = tmp_path / "measured.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ConfigError, match=r"measured\.json"):
+        read_measured(path)
+
+
+def test_a_gate_is_open_from_one_transition_to_the_next() -> None:
+    nothing = GateTransition(*[0] * len(GateTransition._fields))
+    transitions = [
+        nothing._replace(at_ns=at, tokens=tokens)
+        for at, tokens in ((5, 8), (20, 0), (30, 8), (40, 64), (70, 0), (90, 1))
+    ]
+    assert open_spans(transitions, 10, 100) == [Span(10, 20), Span(30, 40), Span(40, 70), Span(90, 100)]
+    assert open_spans(transitions, 21, 29) == []
+    assert open_spans([], 0, 9) == []
 
 
 @pytest.mark.parametrize(

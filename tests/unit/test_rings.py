@@ -10,7 +10,7 @@ from typing import NamedTuple
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from rose_daemon.node.journal import GateEntry, Journal
+from rose_daemon.node.journal import GateEntry, Journal, read_gates
 
 from rose.boards import BoardPaths, BoardWriter
 from rose.core.readings import GateMode, GatePolicy, GateReason, GateTransition
@@ -161,3 +161,7 @@ def test_transitions_are_lines_of_the_gates_journal(tmp_path: Path) -> None:
     line = json.loads((tmp_path / "gates.jsonl").read_text())
     assert (line["replica"], line["reason"]) == ("r0", "open_slack")
     assert line["transition"]["number"] == 1
+    with (tmp_path / "gates.jsonl").open("ab") as file:
+        file.write(b'{"replica":"r0","rea')  # a line that is still being written
+    assert read_gates(tmp_path / "gates.jsonl", ReplicaId("r0")) == [transition]
+    assert read_gates(tmp_path / "gates.jsonl", ReplicaId("r1")) == []

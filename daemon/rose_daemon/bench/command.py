@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -16,9 +16,13 @@ from rose_daemon.harness.replay import ReplayPlan
 from rose_daemon.harness.screen import Screen
 from rose_daemon.harness.summary import check_report_path, write_report, write_reports
 
+if TYPE_CHECKING:
+    from rose_daemon.bench.runs import Measured
+
 app = typer.Typer(rich_markup_mode=None, add_completion=False, no_args_is_help=True)
 
 DIRECTORY = Path("out/bench-coserve")
+MEASURED, PICTURE = "measured.json", "report.png"
 QUICK_RUN_S = 20.0
 RUN_S = 60.0
 """Where nothing else says how long a run is."""
@@ -60,11 +64,9 @@ def coserve(
             min=0.01, max=1000, help="Serving requests a second; default: what keeps serving half busy."
         ),
     ] = None,
-    size_divisor: Annotated[float, typer.Option(help="How much shorter prompts are than recorded.")] = 6.5,
-    output_divisor: Annotated[
-        float | None, typer.Option(help="How much shorter outputs are; default: as prompts.")
-    ] = None,
-    prompt_max: Annotated[int, typer.Option(min=8, max=1536, help="Longest serving prompt.")] = 256,
+    size_divisor: Annotated[float, typer.Option(help="How much shorter prompts are than recorded.")] = 2.5,
+    output_divisor: Annotated[float, typer.Option(help="How much shorter outputs are.")] = 12.0,
+    prompt_max: Annotated[int, typer.Option(min=8, max=1536, help="Longest serving prompt.")] = 1024,
     concurrency: Annotated[int, typer.Option(min=1, help="Rollout requests at a time.")] = 16,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Prompt of a rollout request.")] = 640,
     output_tokens: Annotated[int, typer.Option(min=1, help="Answer to a rollout request.")] = 128,
@@ -83,6 +85,10 @@ def coserve(
     seed: Annotated[
         int, typer.Option(min=0, max=2**32 - 1, help="Of the traces, the prompts, and the bootstrap.")
     ] = 1,
+    former: Annotated[
+        Path | None,
+        typer.Option("--from", help="Measure nothing: report on a measured.json that a former run left."),
+    ] = None,
     out: Annotated[Path, typer.Option(help="Where configuration, logs and report go.")] = DIRECTORY,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the report here as well.")] = None,
 ) -> None:
@@ -92,12 +98,19 @@ def coserve(
     rose mode broke a budget for more than 0.5% of its requests.
     """
     # vLLM's models take seconds to make and import: not for --help.
-    from rose_daemon.bench import report as reports  # noqa: PLC0415
-    from rose_daemon.bench import table  # noqa: PLC0415
     from rose_daemon.bench.coserve import Coserve  # noqa: PLC0415
-    from rose_daemon.bench.runs import REQUESTS_WANTED, CoserveOptions, parse_modes  # noqa: PLC0415
+    from rose_daemon.bench.runs import (  # noqa: PLC0415
+        REQUESTS_WANTED,
+        CoserveOptions,
+        parse_modes,
+        read_measured,
+        write_measured,
+    )
 
+    console = Console(highlight=False)
     check_report_path(json_file)
+    if former is not None:
+        raise typer.Exit(_publish(read_measured(former), out.resolve(), json_file, console))
     if quick:
         rounds, duration = rounds or 1, duration or QUICK_RUN_S
     options = CoserveOptions(
@@ -124,17 +137,30 @@ def coserve(
         budgets=Budgets(ttft_ms, tpot_ms),
         seed=seed,
     )
-    console = Console(highlight=False)
     with working_in(options.directory, keep=False), Screen(console) as screen:
         interrupts = Interrupts(screen.say)
         measured = interrupts.run(Coserve(options, screen, interrupts).run())
     if measured is None:
         console.print("interrupted; everything that was started has ended")
         raise typer.Exit(INTERRUPTED)
+    write_measured(options.directory / MEASURED, measured)
+    raise typer.Exit(_publish(measured, options.directory, json_file, console))
+
+
+def _publish(measured: Measured, directory: Path, json_file: Path | None, console: Console) -> int:
+    """Show and write the report, and draw it where matplotlib is installed; the exit code."""
+    from rose_daemon.bench import plot, table  # noqa: PLC0415
+    from rose_daemon.bench import report as reports  # noqa: PLC0415
+
     report = reports.build(measured)
     table.show(report, console)
-    write_reports(report, options.directory, json_file, console)
-    raise typer.Exit(report["exit_code"])
+    write_reports(report, directory, json_file, console)
+    if plot.available():
+        plot.draw(measured, report, directory / PICTURE)
+        console.print(f"picture: {directory / PICTURE}", soft_wrap=True)
+    else:
+        console.print("no picture: matplotlib is not installed (extra plot)")
+    return int(report["exit_code"])
 
 
 @app.command()

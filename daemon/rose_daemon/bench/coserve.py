@@ -33,6 +33,8 @@ RUN_S = (20.0, 120.0)
 SPARE = 1.05
 """Thinning a trace to a rate is a matter of chance: aim a little higher than the requests wanted."""
 DRILL_S = 60.0
+HEADROOM_SHARE = 0.02
+"""The gate is measured here, not memory: what else runs on this machine shall not cut rollout's KV budget."""
 
 
 class Coserve:
@@ -98,6 +100,8 @@ class Coserve:
         duration_s = self._measured.traces[index]["duration_s"]
         run = await pair.run(mode, index, self._arrivals[index], duration_s)
         self._measured.runs.append(run)
+        if mode in GATED and not index:
+            self._measured.gate_open[mode] = pair.probe.gate_open(run.started_ns, run.ended_ns)
         self._screen.say(f"round {index + 1} of {self._options.rounds}: {_line(run)}")
 
     async def _calibrate(self, pair: Pair) -> None:
@@ -148,6 +152,7 @@ def stack_plan(options: CoserveOptions, cores: Cores, models: DemoModels) -> Sta
         ttft_slo_ms=options.budgets.ttft_ms,
         tpot_slo_ms=options.budgets.tpot_ms,
         token_cap=options.token_cap,
+        headroom_share=HEADROOM_SHARE,
         step_log=True,
     )
 

@@ -166,6 +166,7 @@ def _run(mode: Mode, index: int, before: Counters, after: Counters) -> Run:
         serving_busy_share=(after.slack.busy_ns - before.slack.busy_ns) / elapsed_ns,
         rollout_busy_share=(after.replica.busy_ns - before.replica.busy_ns) / elapsed_ns,
         gate_transitions=after.replica.gate_transitions - before.replica.gate_transitions,
+        kv_budget_share=after.replica.kv_budget_blocks / max(1, after.replica.kv_total_blocks),
         started_ns=before.at_ns,
         ended_ns=after.at_ns,
     )

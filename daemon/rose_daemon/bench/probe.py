@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -13,12 +14,14 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from rose.boards import WatchedBoard
-from rose.core.readings import ReplicaReading, SlackReading, Unknown
+from rose.core.attribution import Span
+from rose.core.readings import GateTransition, ReplicaReading, SlackReading, Unknown
 from rose.errors import EngineFailed, NotReady
 from rose.units import ReplicaId
 from rose_daemon.harness.load import Target
 from rose_daemon.harness.stack import SERVING_NAME, Stack
 from rose_daemon.harness.steps import StepCollector
+from rose_daemon.node.journal import GATES_NAME, read_gates
 
 REPLICA = ReplicaId("opportunistic-0")
 DRAIN_TIMEOUT_S = 60.0
@@ -75,6 +78,11 @@ class Probe:
             activity = self._replica.activity
         return activity is not None and activity.working
 
+    def gate_open(self, start_ns: int, end_ns: int) -> list[Span]:
+        """When the rollout engine's gate was open, by rosed's journal."""
+        journal = Path(self._stack.config.node.state_dir) / GATES_NAME
+        return open_spans(read_gates(journal, REPLICA), start_ns, end_ns)
+
     async def counters(self, client: aiohttp.ClientSession) -> Counters:
         """Everything that counts, now.  Raises NotReady, EngineFailed."""
         generated = await generated_tokens(client, self._stack.replica(REPLICA))
@@ -99,6 +107,20 @@ class Probe:
             if not reading.running and not reading.waiting:
                 return
         raise EngineFailed(f"{REPLICA} still has requests {DRAIN_TIMEOUT_S:.0f} s after they were aborted")
+
+
+def open_spans(transitions: Iterable[GateTransition], start_ns: int, end_ns: int) -> list[Span]:
+    """When a gate was open between two instants, by its transitions."""
+    spans: list[Span] = []
+    opened_ns: int | None = None
+    for transition in transitions:
+        if opened_ns is not None:
+            spans.append(Span(opened_ns, transition.at_ns))
+        opened_ns = transition.at_ns if transition.tokens else None
+    if opened_ns is not None:
+        spans.append(Span(opened_ns, end_ns))
+    cut = (Span(max(span.start_ns, start_ns), min(span.end_ns, end_ns)) for span in spans)
+    return [span for span in cut if span.end_ns > span.start_ns]
 
 
 def _read(board: WatchedBoard[Any]) -> Any:

@@ -40,6 +40,7 @@ def build(measured: Measured) -> dict[str, Any]:
         "rollout_alone_tokens_per_s": rollout_alone,
         "serving_alone_busy_share": busy_share,
         "serving_alone_busy_as_wanted": None if busy_share is None else _as_wanted(busy_share),
+        "kv_budget_was_cut": any(run.kv_budget_share < 1 for run in runs),
         "setup": _setup(measured),
         "gate": _gate(measured),
         "attribution": causes.of_drills(measured.drills, budgets),
@@ -132,6 +133,7 @@ def _round(run: Run, budgets: Budgets) -> dict[str, Any]:
         "serving_busy_share": round(run.serving_busy_share, 4),
         "rollout_busy_share": round(run.rollout_busy_share, 4),
         "gate_transitions": run.gate_transitions,
+        "kv_budget_share": round(run.kv_budget_share, 4),
     }
 
 

@@ -113,6 +113,8 @@ class Run(msgspec.Struct, kw_only=True):
     """Time of serving steps, from the stamps on the board, over the time of the run."""
     rollout_busy_share: float
     gate_transitions: int
+    kv_budget_share: float = 1.0
+    """At the end; below 1 the host ran short of memory, and rollout had fewer requests than asked for."""
     started_ns: int
     ended_ns: int
     """When the last request was answered, or the time was over."""
@@ -165,6 +167,8 @@ class Measured(msgspec.Struct, kw_only=True):
     traces: list[dict[str, Any]] = []
     """One a round."""
     runs: list[Run] = []
+    gate_open: dict[Mode, list[Span]] = {}
+    """When the gate was open in the first round, for each gated mode."""
     drills: list[Drill] = []
     gates: dict[Mode, GateCosts] = {}
     """What both plugins cost and predicted, at the end of the last run of each gated mode."""
@@ -193,3 +197,21 @@ def parse_modes(text: str) -> tuple[Mode, ...]:
 def of_mode(runs: Sequence[Run], mode: Mode) -> list[Run]:
     """The runs of a mode, in order of round."""
     return sorted((run for run in runs if run.mode is mode), key=lambda run: run.round)
+
+
+def write_measured(path: Path, measured: Measured) -> None:
+    """Keep everything that was measured, every request and step, for later looks.  Raises ConfigError."""
+    try:
+        path.write_bytes(msgspec.json.encode(measured, enc_hook=str))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}", "name another with --out") from None
+
+
+def read_measured(path: Path) -> Measured:
+    """What `write_measured` kept.  Raises ConfigError."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Measured, dec_hook=lambda kind, text: kind(text))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{path} was not written by this release: {error}") from None

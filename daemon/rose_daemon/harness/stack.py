@@ -80,6 +80,8 @@ class StackPlan(msgspec.Struct, frozen=True, kw_only=True):
     tpot_slo_ms: float = 60
     token_cap: int = 512
     """Most rollout tokens of a step."""
+    headroom_share: float = 0.2
+    """Of the host's memory: rollout's KV budget is cut when less is free."""
     step_log: bool = False
     """Have the serving engine log its steps (`ReplicaConfig` says it for the others)."""
 
@@ -113,6 +115,7 @@ def configuration(plan: StackPlan, run_dir: Path, ports: Sequence[int]) -> dict[
             "tpot_slo_ms": plan.tpot_slo_ms,
         },
         "admission": {"token_cap": plan.token_cap},
+        "memory": {"headroom_share": plan.headroom_share},
         "scheduler": {
             "control": f"tcp://127.0.0.1:{control}",
             "gateway_port": gateway,

@@ -53,7 +53,7 @@ from rose_daemon.node.device import open_device
 from rose_daemon.node.engine_http import EngineClient
 from rose_daemon.node.engines import CommandBuilder, Engines
 from rose_daemon.node.gates import Gates
-from rose_daemon.node.journal import GateEntry, Journal
+from rose_daemon.node.journal import GATES_NAME, GateEntry, Journal
 from rose_daemon.node.keeper import CopyKeeper
 from rose_daemon.node.link import SchedulerLink
 from rose_daemon.node.settings import node_settings, stop_grace_ns
@@ -88,9 +88,7 @@ class NodeDriver:
         self._journal = Journal(Path(config.node.state_dir) / "journal.jsonl", config.node.journal_bytes_max)
         self._store = WeightStore(Path(config.node.state_dir))
         self.keeper = CopyKeeper(config, relay, self.emit)
-        self._gate_journal = Journal(
-            Path(config.node.state_dir) / "gates.jsonl", config.node.journal_bytes_max
-        )
+        self._gate_journal = Journal(Path(config.node.state_dir) / GATES_NAME, config.node.journal_bytes_max)
         self._transitions = {
             section.id: RingReader(paths.transitions(section.id), GateTransition)
             for section in config.replicas

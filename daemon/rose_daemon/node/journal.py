@@ -15,6 +15,8 @@ from rose.core.readings import GateReason, GateTransition
 from rose.units import ReplicaId
 
 ROTATED = ".1"
+GATES_NAME = "gates.jsonl"
+"""The gates' journal, in the state directory."""
 
 
 class Entry(msgspec.Struct, frozen=True):
@@ -40,6 +42,7 @@ class GateEntry(msgspec.Struct, frozen=True):
 
 
 _decoder = msgspec.json.Decoder(Entry)
+_gate_decoder = msgspec.json.Decoder(GateEntry)
 
 
 class Journal:
@@ -96,5 +99,14 @@ class Journal:
 
 def read(path: Path) -> list[Entry]:
     """All entries of a journal file; a last line that was cut short is left out."""
-    lines = path.read_bytes().splitlines(keepends=True)
-    return [_decoder.decode(line) for line in lines if line.endswith(b"\n")]
+    return [_decoder.decode(line) for line in _lines(path)]
+
+
+def read_gates(path: Path, replica: ReplicaId) -> list[GateTransition]:
+    """All transitions of a replica in a gates' journal; a last line that was cut short is left out."""
+    entries = (_gate_decoder.decode(line) for line in _lines(path))
+    return [GateTransition(**entry.transition) for entry in entries if entry.replica == replica]
+
+
+def _lines(path: Path) -> list[bytes]:
+    return [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
