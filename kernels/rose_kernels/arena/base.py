@@ -9,7 +9,7 @@ PAGE_BYTES = 2 << 20
 
 
 class ArenaError(Exception):
-    """An arena or a ledger could not do what it was asked; nothing has changed."""
+    """An arena or a ledger could not do what it was asked."""
 
 
 class ArenaExhausted(ArenaError):
@@ -51,7 +51,8 @@ class Arena(Protocol):
     def release(self, first_page: int, count: int) -> None:
         """Give the memory of these pages back, with what is in them; those without memory are left alone.
 
-        It is free for others on return.  Raises ArenaError, and IndexError outside the range.
+        It is free for others on return.  Raises ArenaError (`resident_bytes` says what is still there, and
+        the call can be made again), and IndexError outside the range.
         """
 
     def close(self) -> None:
