@@ -22,6 +22,7 @@ from urllib.parse import quote, urlsplit
 import msgspec
 
 from rose.errors import ConfigError, NotFound, NotReady, RoseError, TimedOut, VersionConflict
+from rose.secret import read_secret
 
 _TIMEOUT_S = 10.0
 _RETRIES = 3
@@ -142,7 +143,7 @@ class Job:
 
         Raises VersionConflict when a job of that name runs with other settings.
         """
-        token = token_file.read_text(encoding="ascii").strip() if token_file else ""
+        token = read_secret(token_file, "token_file") if token_file else ""
         scheduler = Scheduler(url, token)
         scheduler.call(
             "POST",

@@ -60,6 +60,7 @@ def engine_pair(demo_models: Any, tmp_path_factory: pytest.TempPathFactory) -> I
     run_dir.mkdir()
     token_file.touch(mode=0o600)
     token_file.write_text(TOKEN)
+    token_file.chmod(0o600)
     cores = sorted(os.sched_getaffinity(0))
     worker_cpus, api_cpus = (cores[0],), (cores[-1],)
     ports = unused_port(), unused_port()

@@ -22,6 +22,7 @@ from zmq.auth.asyncio import AsyncioAuthenticator
 
 from rose.config_rules import is_loopback
 from rose.errors import ConfigError
+from rose.secret import refuse_open
 
 SCHEDULER = "scheduler"
 NODE = "node"
@@ -117,8 +118,7 @@ def secure_node(socket: zmq.asyncio.Socket, directory: Path) -> None:
 def _secret(directory: Path, name: str) -> tuple[bytes, bytes]:
     path = directory / f"{name}.key_secret"
     try:
-        if path.stat().st_mode & 0o077:
-            raise ConfigError(f"scheduler.curve_dir: {path} can be read by others", f"chmod 600 {path}")
+        refuse_open(path, path.stat().st_mode, "scheduler.curve_dir")
     except OSError as error:
         raise ConfigError(f"scheduler.curve_dir: {path}: {error.strerror}", _HINT) from None
     public, secret = _load(path)

@@ -26,6 +26,7 @@ from rose import config as configuration
 from rose.config import Config
 from rose.engines.vllm.launch import rollout_command
 from rose.errors import ConfigError, RoseError
+from rose.secret import read_secret
 from rose.weights.relay.connecting import connect
 from rose_daemon import sdnotify
 from rose_daemon.node import logs, preflight
@@ -60,7 +61,7 @@ def main() -> None:
 
 async def serve(config: Config, build: CommandBuilder) -> None:
     """Run the daemon until a signal.  Raises RoseError when it cannot start."""
-    token = preflight.read_token(config.engine_token_file)
+    token = read_secret(config.engine_token_file, "node.token_file")
     async with AsyncExitStack() as stack:
         session = await stack.enter_async_context(aiohttp.ClientSession())
         relay = await stack.enter_async_context(

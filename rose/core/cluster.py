@@ -23,11 +23,14 @@ from typing import assert_never
 import msgspec
 
 from rose.core.cluster_settings import ClusterSettings
-from rose.core.cluster_view import ClusterView, JobView, NodeView, ReplicaView
+from rose.core.cluster_view import ClusterView, JobView, NodeView, ReplicaView, TrajectoryView
 from rose.core.dispatch import Dispatcher, JobTurns
 from rose.core.effects import ClusterEffect, GrantLease, RevokeLease, Say, TellStep
 from rose.core.events import (
     ClusterEvent,
+    ClusterJobEvent,
+    ClusterNodeEvent,
+    ClusterTurnEvent,
     JobEnded,
     JobPaused,
     JobStepBegan,
@@ -58,19 +61,6 @@ from rose.core.versions import JobVersions
 from rose.units import NS_PER_MS, JobId, NodeId, ReplicaId
 
 __all__ = ["ClusterMachine", "ClusterSettings"]
-
-_TurnEvent = (
-    TrajectoryPinned
-    | TrajectoryEnded
-    | TurnArrived
-    | TurnProgressed
-    | TurnFinished
-    | TurnInterrupted
-    | TurnRefused
-    | TurnCancelled
-)
-_NodeEvent = NodeRegistered | NodeHeartbeat | NodeLeft | ReplicaDrainRequested
-_JobEvent = JobSubmitted | JobEnded | JobPaused | JobStepBegan | JobStepEnded | VersionPublished
 
 
 @dataclass(slots=True)
@@ -113,11 +103,11 @@ class ClusterMachine:
 
     def step(self, event: ClusterEvent, now_ns: int) -> list[ClusterEffect]:
         """Take in one event; answers what to do, in order."""
-        if isinstance(event, _TurnEvent):
+        if isinstance(event, ClusterTurnEvent):
             self._turn_event(event, now_ns)
-        elif isinstance(event, _NodeEvent):
+        elif isinstance(event, ClusterNodeEvent):
             self._node_event(event, now_ns)
-        elif isinstance(event, _JobEvent):
+        elif isinstance(event, ClusterJobEvent):
             self._job_event(event, now_ns)
         elif isinstance(event, Tick):
             self._tick(now_ns)
@@ -191,6 +181,13 @@ class ClusterMachine:
         known = self._jobs.get(job)
         return None if known is None else self._view_job(known)
 
+    def trajectories(self, now_ns: int, most: int, job: JobId | None = None) -> list[TrajectoryView]:
+        """Those that ran last, newest first."""
+        return [
+            TrajectoryView(trajectory, owner, replica, tokens, (now_ns - used_ns) / NS_PER_MS)
+            for owner, trajectory, replica, tokens, used_ns in self._dispatcher.pins.latest(most, job)
+        ]
+
     def view(self, now_ns: int) -> ClusterView:
         """Everything, for `rose status`."""
         nodes = tuple(
@@ -203,7 +200,7 @@ class ClusterMachine:
 
     # ---- events ------------------------------------------------------------------------------------
 
-    def _turn_event(self, event: _TurnEvent, now_ns: int) -> None:
+    def _turn_event(self, event: ClusterTurnEvent, now_ns: int) -> None:
         match event:
             case TrajectoryPinned():
                 self._dispatcher.pinned(event, now_ns)
@@ -224,7 +221,7 @@ class ClusterMachine:
             case _:
                 assert_never(event)
 
-    def _node_event(self, event: _NodeEvent, now_ns: int) -> None:
+    def _node_event(self, event: ClusterNodeEvent, now_ns: int) -> None:
         match event:
             case NodeHeartbeat():
                 self._apply(self._membership.heartbeat(event, now_ns), now_ns)
@@ -237,7 +234,7 @@ class ClusterMachine:
             case _:
                 assert_never(event)
 
-    def _job_event(self, event: _JobEvent, now_ns: int) -> None:
+    def _job_event(self, event: ClusterJobEvent, now_ns: int) -> None:
         if isinstance(event, JobSubmitted):
             self._submitted(event)
             return

@@ -10,7 +10,7 @@ from rose.core.membership import Replica
 from rose.core.placement import Lease
 from rose.core.turns import TurnCounts
 from rose.core.versions import JobVersions
-from rose.units import JobId, NodeId, ReplicaId, WeightVersion
+from rose.units import JobId, NodeId, ReplicaId, TrajectoryId, WeightVersion
 
 
 class NodeView(msgspec.Struct, frozen=True):
@@ -127,6 +127,19 @@ class JobView(msgspec.Struct, frozen=True):
             turns_in_flight=turns_in_flight,
             replicas=replicas,
         )
+
+
+class TrajectoryView(msgspec.Struct, frozen=True):
+    """A trajectory that has run lately."""
+
+    trajectory: TrajectoryId
+    job: JobId
+    replica: ReplicaId
+    """The replica that holds its prefix."""
+    prefix_tokens: int
+    """After its last finished turn; 0 if none finished there."""
+    idle_ms: float
+    """Since its last turn was sent."""
 
 
 class ClusterView(msgspec.Struct, frozen=True):

@@ -21,8 +21,9 @@ from rose.core.events import (
     TurnProgressed,
     TurnRefused,
 )
+from rose.core.pins import Pins
 from rose.core.readings import NEVER
-from rose.core.routing import Pick, Pins, Router, Want
+from rose.core.routing import Pick, Router, Want
 from rose.core.tokenmix import TokenMix
 from rose.core.turns import Turn, TurnCounts, TurnQueue
 from rose.core.versions import JobVersions, VersionWish

@@ -386,8 +386,10 @@ class ReplicaDrainRequested(Event, frozen=True):
     drain: bool
 
 
-ClusterEvent = (
-    Tick | NodeRegistered | NodeHeartbeat | NodeLeft | JobSubmitted | JobEnded | JobStepBegan | JobStepEnded
-    | JobPaused | VersionPublished | TrajectoryPinned | TrajectoryEnded | TurnArrived | TurnProgressed
-    | TurnFinished | TurnInterrupted | TurnRefused | TurnCancelled | ReplicaDrainRequested
+ClusterTurnEvent = (
+    TrajectoryPinned | TrajectoryEnded | TurnArrived | TurnProgressed | TurnFinished | TurnInterrupted
+    | TurnRefused | TurnCancelled
 )  # fmt: skip
+ClusterNodeEvent = NodeRegistered | NodeHeartbeat | NodeLeft | ReplicaDrainRequested
+ClusterJobEvent = JobSubmitted | JobEnded | JobPaused | JobStepBegan | JobStepEnded | VersionPublished
+ClusterEvent = Tick | ClusterTurnEvent | ClusterNodeEvent | ClusterJobEvent

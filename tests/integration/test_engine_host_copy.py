@@ -51,6 +51,7 @@ def host(demo_models: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     token_file = root / "engine.token"
     token_file.touch(mode=0o600)
     token_file.write_text(TOKEN)
+    token_file.chmod(0o600)
     (root / "run").mkdir()
     core = (min(os.sched_getaffinity(0)),)
     replica = ReplicaConfig(

@@ -70,6 +70,7 @@ def replica(demo_models: Any, tmp_path_factory: pytest.TempPathFactory) -> Itera
     token_file = root / "engine.token"
     token_file.touch(mode=0o600)
     token_file.write_text(TOKEN)
+    token_file.chmod(0o600)
     section = ReplicaConfig(
         id=ReplicaId("r0"),
         kind="dedicated",

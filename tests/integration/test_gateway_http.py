@@ -144,6 +144,7 @@ async def test_a_full_queue_refuses(tmp_path: Path) -> None:
 async def test_a_token_is_asked_for_when_configured(tmp_path: Path) -> None:
     secret = tmp_path / "token"
     secret.write_text("s3cret\n")
+    secret.chmod(0o600)
     async with world(tmp_path, engines=1, job=False, token_file=str(secret)) as made:
         for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "s3cret"}):
             status, answer = await made.post("/v1/completions", {"prompt": "x"}, **headers)

@@ -290,6 +290,7 @@ def certificate(tmp_path: Path) -> tuple[str, str]:
 def token(tmp_path: Path) -> str:
     """A token file that says s3cret."""
     (tmp_path / "token").write_text("s3cret\n")
+    (tmp_path / "token").chmod(0o600)
     return str(tmp_path / "token")
 
 

@@ -66,6 +66,7 @@ def core() -> Core:
 @pytest.fixture
 def client(core: Core, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> httpx.AsyncClient:
     (tmp_path / "token").write_text("secret")
+    (tmp_path / "token").chmod(0o600)
     settings = PluginSettings(
         role="rollout", name="r", run_dir=str(tmp_path), token_file=str(tmp_path / "token")
     )

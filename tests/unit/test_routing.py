@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from rose.core.routing import Condition, Pick, Pins, Router, Want
+from rose.core.pins import Pins
+from rose.core.routing import Condition, Pick, Router, Want
 from rose.core.versions import VersionWindow, VersionWish
 from rose.units import JobId, ReplicaId, TrajectoryId, TurnId, WeightVersion
 

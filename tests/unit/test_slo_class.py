@@ -71,6 +71,7 @@ class Caller:
 def caller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Caller:
     tokens = tmp_path / "front-end.token"
     tokens.write_text(TOKEN + "\n")
+    tokens.chmod(0o600)
     for name, value in settings(slo_token_file=str(tokens)).to_environ().items():
         monkeypatch.setenv(name, value)
     caller = Caller(None)

@@ -29,6 +29,7 @@ from rose.cli.control import ask
 from rose.config import CONFIG_NAME, Config, ReplicaConfig, load
 from rose.engines.vllm.launch import EngineShape, serving_command
 from rose.errors import ConfigError, EngineFailed, NotReady, RoseError, TimedOut
+from rose.secret import read_secret
 from rose.units import ReplicaId
 from rose_daemon.harness.generator import COMMAND, LoadGenerator
 from rose_daemon.harness.load import Target
@@ -372,7 +373,7 @@ class Stack:
     @property
     def engine_token(self) -> str:
         """Secret of the engines' own endpoints."""
-        return self.config.engine_token_file.read_text(encoding="ascii").strip()
+        return read_secret(self.config.engine_token_file, "node.token_file")
 
     async def control(self, request: wire.ControlRequest) -> dict[str, Any]:
         """Ask rosed.  Raises NotReady, TimedOut, or rosed's refusal."""

@@ -13,6 +13,7 @@ from rose.boards import BoardPaths, BoardReader
 from rose.config import Config, ReplicaConfig
 from rose.core.readings import GatePolicy
 from rose.errors import ConfigError, NotReady, RoseError
+from rose.secret import read_secret
 from rose.weights.checkpoint import open_checkpoint
 from rose_daemon.node.engines import free_port, port_is_free
 
@@ -70,17 +71,6 @@ def make_token(path: Path) -> None:
         file.write(secrets.token_hex(32) + "\n")
 
 
-def read_token(path: Path) -> str:
-    """The token shared with the engines.  Raises ConfigError."""
-    try:
-        token = path.read_text(encoding="ascii").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"node.token_file: {path} cannot be read: {error}") from None
-    if not token:
-        raise ConfigError(f"node.token_file: {path} is empty", "delete it: rosed makes a new one")
-    return token
-
-
 def _check_directory(key: str, directory: Path) -> None:
     """Whether the daemon could make and use it; a directory that is not there yet is judged by its parent."""
     there = directory
@@ -132,5 +122,5 @@ def _check_gate(config: Config, section: ReplicaConfig) -> None:
 
 
 def _check_token(path: Path) -> None:
-    if path.exists() and path.stat().st_mode & 0o077:
-        raise ConfigError(f"node.token_file: {path} can be read by others", f"chmod 600 {path}")
+    if path.exists():
+        read_secret(path, "node.token_file")

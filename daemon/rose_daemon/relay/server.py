@@ -16,8 +16,8 @@ from aiohttp.http_exceptions import HttpProcessingError
 from rose.config import RelayConfig
 from rose.config_rules import is_loopback
 from rose.errors import ConfigError, RoseError
+from rose.secret import read_secret
 from rose.units import MIB
-from rose.weights.relay.control import read_token
 from rose.weights.relay.mooncake_store import MooncakeStore
 from rose_daemon.relay.handlers import CHUNK_BYTES, EmbeddedHandlers, RelayHandlers
 from rose_daemon.relay.mooncake import MooncakeHandlers, MooncakePool
@@ -37,7 +37,7 @@ async def serving(config: RelayConfig) -> AsyncIterator[str]:
     a Mooncake master does not answer.
     """
     tls = check_exposure(config)
-    token = read_token(config.token_file) if config.token_file else ""
+    token = read_secret(config.token_file, "relay.token_file") if config.token_file else ""
     async with _handlers(config, token) as handlers:
         runner = web.AppRunner(
             handlers.app(),

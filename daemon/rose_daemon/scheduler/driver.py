@@ -25,6 +25,7 @@ from rose.core.effects import (
 )
 from rose.core.events import ClusterEvent, JobPaused, JobStepBegan, JobStepEnded, Tick, VersionPublished
 from rose.units import NS_PER_S, ms_to_ns, s_to_ns
+from rose_daemon.scheduler.chronicle import Chronicle
 from rose_daemon.scheduler.store import Store
 from rose_daemon.scheduler.telemetry import Telemetry
 
@@ -57,6 +58,7 @@ class ClusterDriver:
     """
 
     def __init__(self, settings: ClusterSettings, store: Store, telemetry: Telemetry) -> None:
+        self.chronicle = Chronicle(time.time)
         self.machine = ClusterMachine(settings)
         self._store = store
         self._telemetry = telemetry
@@ -115,6 +117,7 @@ class ClusterDriver:
         effects = self.machine.step(event, now_ns)
         if effects or not isinstance(event, Tick):
             self._store.record(now_ns, event, effects)
+        self.chronicle.note(event, effects)
         for effect in effects:
             self._perform(effect)
 

@@ -20,6 +20,7 @@ from rose.config import SchedulerConfig
 from rose.config_rules import is_loopback
 from rose.core.effects import ClusterEffect, DispatchTurn, FailTurn, StopTurn
 from rose.errors import ConfigError, RoseError
+from rose.secret import read_secret
 from rose.units import JobId
 from rose_daemon import sdnotify
 from rose_daemon.curve import require_private
@@ -49,14 +50,7 @@ def check(config: SchedulerConfig) -> str:
     Raises ConfigError.
     """
     require_private(config.control, config.curve_dir)
-    token = ""
-    if config.token_file:
-        try:
-            token = Path(config.token_file).read_text(encoding="ascii").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"scheduler.token_file: {config.token_file}: {error}") from None
-        if not token:
-            raise ConfigError(f"scheduler.token_file: {config.token_file} is empty")
+    token = read_secret(config.token_file, "scheduler.token_file") if config.token_file else ""
     if not token and not is_loopback(config.gateway_host):
         raise ConfigError(
             f"scheduler.gateway_host: {config.gateway_host} can be reached from other hosts",
@@ -112,7 +106,12 @@ class Scheduler:
         gateway = Gateway(self.desk, self.dispatcher, self.store)
         fleet = FleetApi(self.desk, self.dispatcher, self.driver.machine.job_view)
         sources = Sources(
-            job=self._job, status=self.status, metrics=self.telemetry.exposition, drain=self.driver.feed
+            job=self._job,
+            status=self.status,
+            metrics=self.telemetry.exposition,
+            drain=self.driver.feed,
+            trajectories=self._trajectories,
+            explain=self.driver.chronicle.find,
         )
         app = build_app(
             gateway,
@@ -182,6 +181,10 @@ class Scheduler:
         view = self.driver.machine.job_view(job)
         document: dict[str, Any] | None = None if view is None else msgspec.to_builtins(view)
         return document
+
+    def _trajectories(self, most: int, job: JobId | None) -> list[dict[str, Any]]:
+        views = self.driver.machine.trajectories(time.monotonic_ns(), most, job)
+        return [msgspec.to_builtins(view) for view in views]
 
     def _keep(self, turn: Turn, answer: Answer) -> None:
         if turn.named and (dropped := self.store.put_answer(turn.job, turn.request.digest, answer)):

@@ -36,6 +36,7 @@ BodyT = TypeVar("BodyT")
 
 
 _DIGITS_MAX = 15
+_TRAJECTORIES_MAX = 10_000
 Number = Annotated[int, msgspec.Meta(ge=0, lt=10**_DIGITS_MAX)]
 """A step or version: exact in every JSON reader, and within what the store and the journal can hold."""
 
@@ -77,6 +78,10 @@ class Sources(NamedTuple):
     status: Callable[[], dict[str, Any]]
     metrics: Callable[[], bytes]
     drain: Callable[[ReplicaDrainRequested], None]
+    trajectories: Callable[[int, JobId | None], list[dict[str, Any]]]
+    """At most so many, of one job or of all."""
+    explain: Callable[[str], list[dict[str, Any]]]
+    """What happened to the runs of a turn id."""
 
 
 class ControlApi:
@@ -140,6 +145,22 @@ class ControlApi:
         """Everything, for `rose status`."""
         return _json(self._sources.status())
 
+    async def trajectories(self, http: web.Request) -> web.Response:
+        """Trajectories that ran lately; query: `job`, `limit` (default 100)."""
+        limit = http.query.get("limit", "100")
+        if not limit.isdecimal() or len(limit) > _DIGITS_MAX:
+            raise bad_request(f"{limit[:32]!r} is not a number", param="limit")
+        job = http.query.get("job")
+        found = self._sources.trajectories(min(int(limit), _TRAJECTORIES_MAX), JobId(job) if job else None)
+        return _json({"trajectories": found})
+
+    async def explain(self, http: web.Request) -> web.Response:
+        """What happened to a turn, and why."""
+        turn = http.match_info["turn"]
+        if not (runs := self._sources.explain(turn)):
+            raise not_found(f"nothing is known of turn {turn[:64]!r} (any more)", code="turn_unknown")
+        return _json({"turn": turn, "runs": runs})
+
     async def metrics(self, _: web.Request) -> web.Response:
         """Prometheus's text format."""
         return web.Response(
@@ -176,6 +197,8 @@ def build_app(
             web.get("/v1/models", gateway.models),
             web.post("/finish_session", gateway.finish_session),
             web.get("/rose/v1/status", control.status),
+            web.get("/rose/v1/trajectories", control.trajectories),
+            web.get("/rose/v1/turns/{turn}", control.explain),
             web.post("/rose/v1/jobs", control.submit),
             web.get("/rose/v1/jobs/{job}", control.show),
             web.delete("/rose/v1/jobs/{job}", control.end),

@@ -18,6 +18,7 @@ from rose.core.slo import SloBudgets, SloTable
 from rose.errors import ConfigError
 from rose.profile import Fingerprint, Profile
 from rose.profile import load as load_profile
+from rose.secret import read_secret
 from rose.units import ms_to_ns
 
 _SLO_CLASS = re.compile(
@@ -154,13 +155,7 @@ class PluginSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 def read_token(path: Path) -> bytes:
     """The token in a file.  Raises ConfigError when there is none."""
-    try:
-        token = path.read_bytes().strip()
-    except OSError as error:
-        raise ConfigError(f"{path}: the engines' token cannot be read: {error.strerror}") from None
-    if not token:
-        raise ConfigError(f"{path}: the engines' token is empty")
-    return token
+    return read_secret(path, "the engines' token").encode()
 
 
 def _cores(field: str, text: str) -> frozenset[int]:

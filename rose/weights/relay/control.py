@@ -9,7 +9,6 @@ import asyncio
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
-from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
 from urllib.parse import urlsplit
@@ -214,17 +213,6 @@ class _MissingBuckets(Exception):
     def __init__(self, names: tuple[str, ...]) -> None:
         super().__init__(names)
         self.names = names
-
-
-def read_token(path: str) -> str:
-    """The token in a file, without the line's end.  Raises ConfigError."""
-    try:
-        token = Path(path).read_text(encoding="ascii").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: the relay's token cannot be read: {error}") from None
-    if not token:
-        raise ConfigError(f"{path}: the relay's token is empty")
-    return token
 
 
 def _trust(tls_ca: str) -> ssl.SSLContext:

@@ -11,8 +11,9 @@ import aiohttp
 
 from rose.config import RelayConfig
 from rose.errors import CorruptDelta
+from rose.secret import read_secret
 from rose.units import JobId, WeightVersion
-from rose.weights.relay.control import ControlClient, Retry, chunks, read_token, version_path
+from rose.weights.relay.control import ControlClient, Retry, chunks, version_path
 from rose.weights.relay.http import DIGEST_HEADER, EPOCH_HEADER
 
 
@@ -22,7 +23,7 @@ class RelayClient(ControlClient):
     @classmethod
     def from_config(cls, config: RelayConfig, *, timeout_s: float = 60) -> Self:
         """A client of the configured relay.  Raises ConfigError if the token cannot be read."""
-        token = read_token(config.token_file) if config.token_file else ""
+        token = read_secret(config.token_file, "relay.token_file") if config.token_file else ""
         return cls(config.url, token=token, timeout_s=timeout_s, tls_ca=config.tls_ca)
 
     async def put_bucket(

@@ -15,10 +15,11 @@ import msgspec
 
 from rose.config import RelayConfig
 from rose.errors import CorruptDelta
+from rose.secret import read_secret
 from rose.units import JobId, WeightVersion
 from rose.weights.digests import digest as digest_of
 from rose.weights.relay import RelayFull, VersionGone
-from rose.weights.relay.control import ControlClient, Retry, decode, read_token, version_path
+from rose.weights.relay.control import ControlClient, Retry, decode, version_path
 from rose.weights.relay.http import Claim, Claimed, Placement
 from rose.weights.relay.mooncake_store import MooncakeStore, ObjectLost, StoreTrouble
 
@@ -40,7 +41,7 @@ class MooncakeRelay(ControlClient):
     @classmethod
     def from_config(cls, config: RelayConfig, *, timeout_s: float = 60) -> Self:
         """A client of the configured relay.  Raises ConfigError if the token cannot be read."""
-        token = read_token(config.token_file) if config.token_file else ""
+        token = read_secret(config.token_file, "relay.token_file") if config.token_file else ""
         return cls(config.url, config, token=token, timeout_s=timeout_s, tls_ca=config.tls_ca)
 
     async def put_bucket(
