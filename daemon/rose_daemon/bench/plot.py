@@ -65,6 +65,8 @@ def _distribution(
     values: Callable[[RequestRecord], Sequence[float | None]],
 ) -> None:
     """Cumulative distribution of each mode, over a logarithmic axis: the tail is what matters."""
+    from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter  # noqa: PLC0415
+
     for mode in measured.options.modes:
         records = [record for run in of_mode(measured.runs, mode) for record in run.records]
         known = sorted(value for record in records for value in values(record) if value is not None)
@@ -74,6 +76,10 @@ def _distribution(
     if budget_ms is not None:
         axes.axvline(budget_ms, color="black", linestyle=":", linewidth=1, label="budget")
     axes.set(title=title, xlabel="milliseconds", ylabel="share", xscale="log", ylim=(0, 1.005))
+    axes.set_xlim(left=max(1.0, axes.get_xlim()[0]))  # tokens that came in one piece have no time between
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter(ScalarFormatter())
+    axes.xaxis.set_minor_formatter(NullFormatter())
     axes.grid(alpha=0.3)
     if axes.get_legend_handles_labels()[0]:
         axes.legend(fontsize=8)
