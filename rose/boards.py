@@ -18,27 +18,24 @@ import mmap
 import os
 import platform
 import select
-import struct
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
 
 from rose_kernels.processes import Owner, process_start_ticks
+from rose_kernels.shared import shared_library
 
 from rose.core.readings import GatePolicy, ReplicaReading, SlackReading, Unknown
 from rose.errors import RoseError
+from rose.slots import HEADER, MAGIC, SEQUENCE_AT, WORDS_MAX, slots_of
 from rose.units import NS_PER_S
 
 PAGE_BYTES = 4096
-_MAGIC = 0x3144_5242_4553_4F52  # "ROSEBRD1"
-_SEQUENCE_AT = 32
-_SLOTS_AT = (64, 1024)
 _BELL_AT = 3072
 _AWAITED_AT = 3076
 _ACTIVITY_AT = 3080
 _LOW_HALF = 0xFFFF
-_HEADER = struct.Struct("<QIIqqQ")
-_U64 = struct.Struct("<Q")
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
 _FUTEX_CALL = {"x86_64": 202, "aarch64": 98}
 
@@ -94,6 +91,8 @@ class Bell:
         self._word = ctypes.c_uint32.from_buffer(page, _BELL_AT)
         self._awaited = ctypes.c_uint32.from_buffer(page, _AWAITED_AT)
         self._address = ctypes.byref(self._word)
+        self._at = ctypes.addressof(self._word)
+        self._atomic = shared_library()
         self._libc = ctypes.CDLL(None, use_errno=True)
         self._call = _FUTEX_CALL.get(platform.machine())
         if self._call is None:
@@ -116,17 +115,25 @@ class Bell:
 
     @awaited.setter
     def awaited(self, wanted: bool) -> None:
-        self._awaited.value = int(wanted)
+        if self._atomic is not None:
+            self._atomic.rose_bell_await(self._at, wanted)
+        else:
+            self._awaited.value = int(wanted)
 
     def ring(self) -> None:
         """Wake every process that waits on this bell."""
+        if self._atomic is not None:
+            self._atomic.rose_bell_ring(self._at)
+            return
         word = self._word.value
         self._word.value = (word & ~_LOW_HALF) | ((word + 1) & _LOW_HALF)
         self._wake()
 
     def nudge(self) -> None:
         """Wake them if they asked for it: what they wait for may have come nearer."""
-        if self._awaited.value:
+        if self._atomic is not None:
+            self._atomic.rose_bell_nudge(self._at)
+        elif self._awaited.value:
             self._word.value = (self._word.value + _LOW_HALF + 1) & 0xFFFF_FFFF
             self._wake()
 
@@ -188,8 +195,7 @@ class _Mapping(Generic[RecordT]):
         self._kind = kind
         self._words = len(kind._fields)  # type: ignore[attr-defined]
         self._layout = zlib.crc32(",".join((kind.__name__, *kind._fields)).encode())  # type: ignore[attr-defined]
-        self._slot = struct.Struct(f"<Q{self._words}q")
-        if self._slot.size + 8 > _SLOTS_AT[1] - _SLOTS_AT[0]:
+        if self._words > WORDS_MAX:
             raise RoseError(f"{kind.__name__} does not fit in a board slot")
         flags = os.O_RDWR | (os.O_CREAT if create else 0)
         descriptor = os.open(path, flags, 0o600)
@@ -199,6 +205,7 @@ class _Mapping(Generic[RecordT]):
             self._page = mmap.mmap(descriptor, PAGE_BYTES)
         finally:
             os.close(descriptor)
+        self._slots = slots_of(self._page, self._layout, self._words)
         self.bell = Bell(self._page)
         self.activity = Activity(self._page)
 
@@ -212,22 +219,15 @@ class BoardWriter(_Mapping[RecordT]):
     def __init__(self, path: Path, kind: type[RecordT]) -> None:
         super().__init__(path, kind, create=True)
         self.activity.clear()
-        self._view = memoryview(self._page)
         pid = os.getpid()
-        self._sequence = int.from_bytes(self._page[_SEQUENCE_AT : _SEQUENCE_AT + 8], "little")
-        _HEADER.pack_into(
-            self._page, 0, _MAGIC, self._layout, self._words, pid, process_start_ticks(pid), self._sequence
+        sequence = int.from_bytes(self._page[SEQUENCE_AT : SEQUENCE_AT + 8], "little")
+        HEADER.pack_into(
+            self._page, 0, MAGIC, self._layout, self._words, pid, process_start_ticks(pid), sequence
         )
 
     def publish(self, record: RecordT) -> None:
         """Make `record` what every reader sees."""
-        sequence = self._sequence + 1
-        offset = _SLOTS_AT[sequence & 1]
-        end = offset + self._slot.size
-        self._slot.pack_into(self._page, offset, sequence, *record)
-        _U64.pack_into(self._page, end, zlib.crc32(self._view[offset:end]))
-        _U64.pack_into(self._page, _SEQUENCE_AT, sequence)
-        self._sequence = sequence
+        self._slots.publish(record)
 
 
 class BoardReader(_Mapping[RecordT]):
@@ -239,30 +239,18 @@ class BoardReader(_Mapping[RecordT]):
 
     def __init__(self, path: Path, kind: type[RecordT]) -> None:
         super().__init__(path, kind, create=False)
+        self._make: Callable[[tuple[int, ...]], RecordT] = kind._make  # type: ignore[attr-defined]
 
     @property
     def owner(self) -> Owner:
         """The process that writes this board now."""
-        _, _, _, pid, start, _ = _HEADER.unpack_from(self._page, 0)
+        _, _, _, pid, start, _ = HEADER.unpack_from(self._page, 0)
         return Owner(pid, start)
 
     def read(self) -> RecordT | Unknown:
         """The latest record, or why there is none (`board_empty`, `board_torn`, `board_foreign`)."""
-        magic, layout, _, _, _, sequence = _HEADER.unpack_from(self._page, 0)
-        if magic != _MAGIC or layout != self._layout:
-            return Unknown("board_foreign")
-        for _ in range(3):
-            if sequence == 0:
-                return Unknown("board_empty")
-            offset = _SLOTS_AT[sequence & 1]
-            end = offset + self._slot.size
-            image = self._page[offset : end + 8]
-            if zlib.crc32(image[:-8]) == int.from_bytes(image[-8:], "little"):
-                seen, *words = self._slot.unpack_from(image)
-                if seen == sequence:
-                    return self._kind(*words)
-            sequence = int.from_bytes(self._page[_SEQUENCE_AT : _SEQUENCE_AT + 8], "little")
-        return Unknown("board_torn")
+        words = self._slots.read()
+        return Unknown(words) if isinstance(words, str) else self._make(words)
 
 
 class WatchedBoard(Generic[RecordT]):

@@ -38,4 +38,4 @@ def _has_static_libc(compiler: str) -> bool:
 def stepping_ledger(folder: Path) -> Path:
     """The ledger as a library that stops at each access to shared memory, see tests/native/ledger_steps.c."""
     options = ("-shared", "-fPIC", "-DROSE_LEDGER_STEP=rose_test_step")
-    return build(folder, "ledger_steps", *options, sources=("ledger.c",))
+    return build(folder, "ledger_steps", *options, sources=("boards.c", "ledger.c"))

@@ -19,7 +19,7 @@
 
 #include <stdint.h>
 
-#define ROSE_SHARED_ABI 1
+#define ROSE_SHARED_ABI 2
 #define ROSE_LEDGER_BYTES 4096
 #define ROSE_LEDGER_OWNERS 62
 #define ROSE_LEDGER_PAGES_MAX ((1 << 22) - 1)

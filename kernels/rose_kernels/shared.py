@@ -10,10 +10,15 @@ from typing import Any
 from rose_kernels.library import built_library
 
 _LIBRARY = "_rose_shared"
-_ABI = 1
+_ABI = 2
 
 _POINTER, _I32, _I64, _U64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_uint64
 _PROTOTYPES: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "rose_board_publish": (None, (_POINTER,)),
+    "rose_board_read": (_I32, (_POINTER,)),
+    "rose_bell_ring": (None, (_POINTER,)),
+    "rose_bell_nudge": (None, (_POINTER,)),
+    "rose_bell_await": (None, (_POINTER, ctypes.c_uint32)),
     "rose_ledger_init": (_I32, (_POINTER, _I64, _I64, _U64)),
     "rose_ledger_check": (_I32, (_POINTER,)),
     "rose_ledger_capacity": (_I64, (_POINTER,)),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
 import os
+import shutil
 import struct
 import subprocess
 import sys
@@ -11,7 +13,10 @@ import time
 from pathlib import Path
 
 import pytest
+from native_builds import build
+from rose_kernels.shared import shared_library
 
+from rose import boards, slots
 from rose.boards import (
     PAGE_BYTES,
     BoardPaths,
@@ -34,6 +39,16 @@ def policy(revision: int = 1) -> GatePolicy:
 
 def slack(stamp_ns: int = NOW_NS) -> SlackReading:
     return SlackReading(stamp_ns, *range(1, len(SlackReading._fields)))
+
+
+@pytest.fixture(autouse=True, params=["atomic", "plain"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of it in C, and in Python as where that was not built.  Other processes of a test always use C."""
+    if request.param == "plain":
+        monkeypatch.setattr(slots, "shared_library", lambda: None)
+        monkeypatch.setattr(boards, "shared_library", lambda: None)
+    else:
+        assert shared_library() is not None, "build it (again): pip install -e . --no-build-isolation"
 
 
 @pytest.fixture
@@ -152,6 +167,74 @@ def test_a_reader_of_a_short_file_says_so(path: Path) -> None:
     path.write_bytes(b"short")
     with pytest.raises(ValueError, match="mmap"):
         BoardReader(path, GatePolicy)
+
+
+def test_both_ways_use_the_same_bytes(path: Path) -> None:
+    library, words = shared_library(), len(SlackReading._fields)
+    with path.open("w+b") as file:
+        file.truncate(PAGE_BYTES)
+        page = mmap.mmap(file.fileno(), PAGE_BYTES)
+    slots.HEADER.pack_into(page, 0, slots.MAGIC, 77, words, 0, 0, 0)
+    both = [slots.AtomicSlots(library, page, 77, words), slots.PlainSlots(page, 77, words)]
+    images = []
+    for number, (writer, other) in enumerate([both, both[::-1], both, both[::-1]]):
+        record = tuple(number * (-1) ** word << word for word in range(words))
+        writer.publish(record)
+        assert writer.read() == other.read() == record
+    for writer in both:
+        page[32:] = bytes(PAGE_BYTES - 32)
+        writer.publish(tuple(range(words)))
+        images.append(bytes(page))
+    assert images[0] == images[1]
+
+
+def test_the_largest_record_fits(path: Path) -> None:
+    words = slots.WORDS_MAX
+    with path.open("w+b") as file:
+        file.truncate(PAGE_BYTES)
+        page = mmap.mmap(file.fileno(), PAGE_BYTES)
+    slots.HEADER.pack_into(page, 0, slots.MAGIC, 5, words, 0, 0, 0)
+    board = slots.slots_of(page, 5, words)
+    for start in (0, 1000):
+        board.publish(tuple(range(start, start + words)))
+        assert board.read() == tuple(range(start, start + words))
+    assert page[3072:] == bytes(PAGE_BYTES - 3072)
+
+
+def test_a_failed_read_leaves_no_half_record_to_other_threads(path: Path) -> None:
+    writer, reader = BoardWriter(path, GatePolicy), BoardReader(path, GatePolicy)
+    writer.publish(policy(1))
+    assert reader.read() == policy(1)
+    with path.open("r+b") as page:
+        page.seek(1024 + 8)
+        page.write(b"\xff" * 16)
+    assert reader.read() == Unknown("board_torn")
+    writer.publish(policy(2))
+    assert reader.read() == policy(2)
+
+
+@pytest.mark.parametrize("compiler", ["gcc", "aarch64-linux-gnu-gcc"])
+def test_code_for_another_machine_reads_and_writes_the_same(
+    path: Path, tmp_path: Path, compiler: str
+) -> None:
+    runner = [] if compiler == "gcc" else ["qemu-aarch64"]
+    if runner and shutil.which("qemu-aarch64") is None:
+        pytest.skip("qemu-aarch64 is not installed")
+    program = build(
+        tmp_path, "board_words", *(["-static"] if runner else []), sources=("boards.c",), compiler=compiler
+    )
+    writer, reader = BoardWriter(path, GatePolicy), BoardReader(path, GatePolicy)
+    words = len(GatePolicy._fields)
+    command = [*runner, str(program), str(path), str(writer._layout), str(words)]
+    writer.publish(policy(3))
+    done = subprocess.run([*command, "read"], check=True, capture_output=True, text=True)
+    assert done.stdout.split() == [str(word) for word in policy(3)]
+    rings = writer.bell.rings
+    subprocess.run([*command, "publish", "4242"], check=True)
+    assert reader.read() == GatePolicy(*[4242] * words)
+    assert writer.bell.rings == rings + 1
+    foreign = [*command[:-2], "1", str(words), "read"]
+    assert subprocess.run(foreign, check=True, capture_output=True, text=True).stdout == "trouble 3\n"
 
 
 # ---- watched boards -----------------------------------------------------------------------------
@@ -338,6 +421,45 @@ BoardReader(Path(sys.argv[1]), GatePolicy).bell.ring()
 """
     run_python(code, str(path))
     assert bell.count == seen + 1
+
+
+def test_rings_and_nudges_are_counted_apart(path: Path) -> None:
+    bell = BoardWriter(path, GatePolicy).bell
+    bell.nudge()
+    assert (bell.count, bell.rings) == (0, 0)  # nobody waits
+    bell.awaited = True
+    assert bell.awaited
+    bell.nudge()
+    bell.ring()
+    bell.nudge()
+    assert (bell.count >> 16, bell.rings) == (2, 1)
+    bell.awaited = False
+    bell.nudge()
+    assert bell.count >> 16 == 2
+    bell._word.value |= 0xFFFF
+    bell.ring()
+    assert (bell.count >> 16, bell.rings) == (2, 0)  # no ring carries into the nudges
+
+
+def test_no_ring_is_lost_when_processes_ring_at_once(path: Path, request: pytest.FixtureRequest) -> None:
+    if "plain" in request.node.name:
+        pytest.skip("only atomic words can count what happens at the same instant")
+    bell = BoardWriter(path, GatePolicy).bell
+    bell.awaited = True
+    code = """
+import sys
+from pathlib import Path
+from rose.boards import BoardReader
+from rose.core.readings import GatePolicy
+bell = BoardReader(Path(sys.argv[1]), GatePolicy).bell
+for _ in range(20000):
+    bell.ring()
+    bell.nudge()
+"""
+    command = [sys.executable, "-c", code, str(path)]
+    ringers = [subprocess.Popen(command) for _ in range(3)]
+    assert [ringer.wait(60) for ringer in ringers] == [0, 0, 0]
+    assert (bell.rings, bell.count >> 16) == (60000, 60000)
 
 
 def test_an_unknown_machine_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
