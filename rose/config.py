@@ -227,6 +227,14 @@ class RelayConfig(_Section, frozen=True):
     """Private key (PEM) of the certificate."""
     tls_ca: str = ""
     """Certificates (PEM) by which trainers and nodes know the relay; empty means the system's."""
+    shared_memory: bool = True
+    """Let processes of the relay's user on its host read from its memory (kind embedded)."""
+    streams: int = 4
+    """Connections on which a bucket is pulled, in ranges (kind embedded); on loopback one is used."""
+    pace_bytes_per_s: int = 0
+    """Most that one connection sends, paced by the kernel (kind embedded); 0 is without limit."""
+    congestion: str = ""
+    """Congestion control of what is sent, such as bbr (kind embedded); empty means the system's."""
     mooncake_master: str = "127.0.0.1:50051"
     """Address of `mooncake_master` (kind mooncake)."""
     mooncake_host: str = "127.0.0.1"

@@ -26,12 +26,12 @@ _ABOVE_ZERO = (
     "admission.board_stale_ms", "memory.kv_budget_blocks_min",
     "scheduler.suspect_after_ms", "scheduler.stall_timeout_ms", "scheduler.turn_stall_timeout_s",
     "scheduler.queue_max", "scheduler.body_bytes_max", "relay.capacity_bytes", "relay.stage_ttl_s",
-    "relay.mooncake_replicas", "relay.mooncake_lease_s",
+    "relay.streams", "relay.mooncake_replicas", "relay.mooncake_lease_s",
     "job.trajectories_per_replica_max",
 )  # fmt: skip
 _NOT_NEGATIVE = (
     "node.weights_undo_max", "device.memory_bytes", "admission.token_cap", "admission.margin_ms",
-    "job.n_rl", "job.n_serving_max", "job.staleness_max", "scheduler.lease_min_s",
+    "relay.pace_bytes_per_s", "job.n_rl", "job.n_serving_max", "job.staleness_max", "scheduler.lease_min_s",
 )  # fmt: skip
 _NAME_HINT = "letters, digits, dots, dashes and underscores"
 

@@ -47,9 +47,10 @@ class RelayUnderTest(Protocol):
 
 
 class LocalRelay:
-    """The embedded relay over HTTP on loopback."""
+    """The embedded relay on loopback: over HTTP, or read from its memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, shared_memory: bool) -> None:
+        self._shared_memory = shared_memory
         self._port = 0
         self._stack = AsyncExitStack()
 
@@ -62,7 +63,9 @@ class LocalRelay:
         await self._stack.aclose()
 
     def client(self, timeout_s: float = 10) -> RelayClient:
-        return RelayClient(f"http://127.0.0.1:{self._port}", timeout_s=timeout_s)
+        return RelayClient(
+            f"http://127.0.0.1:{self._port}", timeout_s=timeout_s, shared_memory=self._shared_memory
+        )
 
 
 class StoreRelay:
@@ -100,12 +103,14 @@ def mooncake_master() -> Iterator[str]:
         yield master.address
 
 
-@pytest.fixture(params=["local", "mooncake"])
+@pytest.fixture(params=["http", "shared-memory", "mooncake"])
 async def under_test(request: pytest.FixtureRequest) -> AsyncIterator[RelayUnderTest]:
     made: RelayUnderTest
     match request.param:
-        case "local":
-            made = LocalRelay()
+        case "http":
+            made = LocalRelay(shared_memory=False)
+        case "shared-memory":
+            made = LocalRelay(shared_memory=True)
         case _:
             made = StoreRelay(request.getfixturevalue("mooncake_master"))
     await made.start()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rose_daemon.relay.pools import HeapBlock, HeapPool
+from rose_daemon.relay.pools import HeapPool, MemoryBlock
 from rose_daemon.relay.vault import Reservation, Vault
 from weight_states import JOB, delta
 
@@ -20,18 +20,18 @@ KEY = (JOB, WeightVersion(1))
 STEPS = ["reserve", "store", "cancel", "abort", "expire", "commit", "delete"]
 
 
-def vault_of(capacity_bytes: int, stage_ttl_s: float = 60) -> Vault[HeapBlock]:
+def vault_of(capacity_bytes: int, stage_ttl_s: float = 60) -> Vault[MemoryBlock]:
     return Vault(capacity_bytes, stage_ttl_s, "e", HeapPool().allocate)
 
 
-def used(vault: Vault[HeapBlock]) -> int:
+def used(vault: Vault[MemoryBlock]) -> int:
     """Bytes in use, once all memory that can be taken back was."""
     for block in vault.doomed():
         vault.freed(block)
     return vault.used_bytes
 
 
-def reserve(vault: Vault[HeapBlock], data: bytes, now_s: float = 0) -> Reservation[HeapBlock]:
+def reserve(vault: Vault[MemoryBlock], data: bytes, now_s: float = 0) -> Reservation[MemoryBlock]:
     reservation = vault.reserve(KEY, BUCKET.name, len(data), digest(data), now_s)
     assert reservation is not None
     reservation.block.data[:] = data
@@ -130,7 +130,7 @@ def test_without_room_for_the_manifest_nothing_is_committed() -> None:
 def test_room_is_never_lost_nor_given_out_twice(steps: list[tuple[str, int]]) -> None:
     vault = vault_of(64 << 10, 10)
     data = [ENCODED.buckets[BUCKET.name], b"other", b"x" * 9000, b"y" * 20000]
-    open_ones: list[Reservation[HeapBlock]] = []
+    open_ones: list[Reservation[MemoryBlock]] = []
     now_s = 0.0
     for step, choice in steps:
         now_s += 3

@@ -19,10 +19,12 @@ from rose.errors import CorruptDelta, RoseError
 from rose.units import MIB
 from rose.weights import manifest as manifests
 from rose.weights.manifest import MANIFEST_BYTES_MAX
-from rose.weights.relay import RelayDenied
+from rose.weights.relay import RelayDenied, VersionGone
 from rose.weights.relay.http import (
+    BULK_PATH,
     DIGEST_HEADER,
     EPOCH_HEADER,
+    HOST_HEADER,
     MISSING,
     MISSING_STATUS,
     ROOT,
@@ -30,8 +32,12 @@ from rose.weights.relay.http import (
     Latest,
     Refusal,
 )
-from rose_daemon.relay import requests
-from rose_daemon.relay.pools import HeapBlock, Pool
+from rose.weights.relay.shared import host_id
+from rose.weights.relay.sockets import AS_THE_SYSTEM_DOES, Sending
+from rose_daemon.relay import bulk, requests
+from rose_daemon.relay.arena import ArenaPool
+from rose_daemon.relay.bulk import BulkReceiver
+from rose_daemon.relay.pools import MemoryBlock, Pool
 from rose_daemon.relay.requests import TRANSFER_MAX_S, answer
 from rose_daemon.relay.vault import Block, Vault
 
@@ -50,6 +56,8 @@ class RelayHandlers(Generic[B]):
         self.vault = vault
         self.pool = pool
         self._token = token
+        self.headers: dict[str, str] = {}
+        """Sent with every answer."""
         self._news = asyncio.Condition()
         self._closing = False
 
@@ -146,6 +154,7 @@ class RelayHandlers(Generic[B]):
             response = answer(Refusal("bad_request", error.reason), status=error.status)
         if not response.prepared:
             response.headers[EPOCH_HEADER] = self.vault.epoch
+            response.headers.update(self.headers)
         return response
 
     def _authorise(self, request: web.Request) -> None:
@@ -173,8 +182,28 @@ class RelayHandlers(Generic[B]):
             self._news.notify_all()
 
 
-class EmbeddedHandlers(RelayHandlers[HeapBlock]):
-    """Buckets in this process, written and read over HTTP."""
+class EmbeddedHandlers(RelayHandlers[MemoryBlock]):
+    """Buckets in this process: written and read over the network, or read from its arena, if there is one."""
+
+    def __init__(
+        self,
+        vault: Vault[MemoryBlock],
+        pool: Pool[MemoryBlock],
+        token: str = "",
+        sending: Sending = AS_THE_SYSTEM_DOES,
+    ) -> None:
+        super().__init__(vault, pool, token)
+        self._arena = pool if isinstance(pool, ArenaPool) else None
+        self._sending = sending
+        self._receivers: set[BulkReceiver] = set()
+        if self._arena is not None:
+            self.headers[HOST_HEADER] = host_id()
+
+    def app(self) -> web.Application:
+        """The application to serve."""
+        app = super().app()
+        app.on_shutdown.append(self._end_receivers)
+        return app
 
     def bucket_routes(self) -> list[web.RouteDef]:
         """See `RelayHandlers.bucket_routes`."""
@@ -182,7 +211,9 @@ class EmbeddedHandlers(RelayHandlers[HeapBlock]):
         return [
             web.put(bucket, self._put_bucket),
             web.get(bucket, self._get_bucket, allow_head=False),
+            web.get(f"{bucket}/placement", self._place, allow_head=False),
             web.route("*", f"{bucket}/placement", self._refuse_placement),
+            web.get(BULK_PATH, self._receive_many, allow_head=False),
         ]
 
     async def _put_bucket(self, request: web.Request) -> web.Response:
@@ -203,6 +234,20 @@ class EmbeddedHandlers(RelayHandlers[HeapBlock]):
         self.vault.store(reservation, time.monotonic())
         return web.Response(status=201)
 
+    async def _receive_many(self, request: web.Request) -> web.StreamResponse:
+        await bulk.receive(request, self.vault, self.tidy, self._receivers)
+        return web.Response()  # to nobody: the connection has ended
+
+    async def _end_receivers(self, _app: web.Application) -> None:
+        for receiver in list(self._receivers):
+            receiver.end()
+
+    async def _place(self, request: web.Request) -> web.Response:
+        if self._arena is None:
+            raise VersionGone("this relay's memory is not shared")
+        block = self.vault.block(requests.key(request), requests.bucket(request))
+        return answer(self._arena.placement(block))
+
     async def _refuse_placement(self, _request: web.Request) -> web.Response:
         raise BadRequest('this relay keeps its buckets itself: set relay.kind = "embedded"')
 
@@ -218,14 +263,20 @@ class EmbeddedHandlers(RelayHandlers[HeapBlock]):
             }
             response = web.StreamResponse(status=206, headers=headers)
             await response.prepare(request)
+            transport = request.transport
+            if transport is not None:
+                # What is handed to the transport must have left it before the block may be used anew.
+                transport.set_write_buffer_limits(high=0)
+                self._sending.apply_to(transport.get_extra_info("socket").fileno())
             try:
                 async with asyncio.timeout(TRANSFER_MAX_S):
                     for position in range(start, stop, CHUNK_BYTES):
                         await response.write(data[position : min(stop, position + CHUNK_BYTES)])
                     await response.write_eof()
+                    await request.writer.drain()
             except TimeoutError:
-                if request.transport is not None:
-                    request.transport.abort()
+                if transport is not None:
+                    transport.abort()
             return response
 
 

@@ -22,11 +22,15 @@ class Pool(Protocol[B]):
 
 
 @dataclass(frozen=True, eq=False)
-class HeapBlock:
+class MemoryBlock:
     """Memory of this process."""
 
     data: memoryview
     """Not cleared: whoever stores it has filled all of it."""
+    offset: int = 0
+    """Where it begins in the arena, header page included (`ArenaPool`)."""
+    tag: bytes = b""
+    """By which readers know it in the arena."""
 
     @property
     def size(self) -> int:
@@ -37,10 +41,10 @@ class HeapBlock:
 class HeapPool:
     """Blocks in this process' own memory."""
 
-    def allocate(self, _key: Key, _bucket: str, size: int) -> HeapBlock:
+    def allocate(self, _key: Key, _bucket: str, size: int) -> MemoryBlock:
         """See `Pool.allocate`."""
-        return HeapBlock(empty_buffer(size))
+        return MemoryBlock(empty_buffer(size))
 
-    async def release(self, _block: HeapBlock) -> bool:
+    async def release(self, _block: MemoryBlock) -> bool:
         """See `Pool.release`: the memory goes with the last reference to it."""
         return True

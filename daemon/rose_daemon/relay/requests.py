@@ -24,23 +24,35 @@ _T = TypeVar("_T")
 
 def job(request: web.Request) -> JobId:
     """The job in the path.  All of these raise BadRequest."""
-    name = request.match_info["job"]
+    return job_named(request.match_info["job"])
+
+
+def key(request: web.Request) -> Key:
+    """The job and the version in the path."""
+    return key_named(request.match_info["job"], integer(request.match_info["version"]))
+
+
+def bucket(request: web.Request) -> str:
+    """The bucket in the path."""
+    return bucket_named(request.match_info["bucket"])
+
+
+def job_named(name: str) -> JobId:
+    """A job by its name."""
     if not valid_job(name):
         raise BadRequest("not a job id")
     return JobId(name)
 
 
-def key(request: web.Request) -> Key:
-    """The job and the version in the path."""
-    version = integer(request.match_info["version"])
+def key_named(job_name: str, version: int) -> Key:
+    """A version of a job."""
     if not 0 <= version <= VERSION_MAX:
         raise BadRequest("not a version")
-    return job(request), version
+    return job_named(job_name), WeightVersion(version)
 
 
-def bucket(request: web.Request) -> str:
-    """The bucket in the path."""
-    name = request.match_info["bucket"]
+def bucket_named(name: str) -> str:
+    """A bucket by its name."""
     if not re.match(BUCKET_PATTERN, name):
         raise BadRequest("not a bucket's name")
     return name
@@ -93,12 +105,19 @@ def byte_range(request: web.Request, size: int) -> tuple[int, int]:
     return start, stop
 
 
+def refusal(error: RoseError) -> Refusal:
+    """What makes the client raise the same error."""
+    for code, (_, kind) in STATUS_BY_ERROR.items():
+        if isinstance(error, kind):
+            return Refusal(code, str(error))
+    return Refusal("failed", str(error))
+
+
 def refuse(error: RoseError) -> web.Response:
     """The answer that makes the client raise the same error."""
-    for code, (status, kind) in STATUS_BY_ERROR.items():
-        if isinstance(error, kind):
-            return answer(Refusal(code, str(error)), status=status)
-    return answer(Refusal("failed", str(error)), status=500)
+    refused = refusal(error)
+    status, _ = STATUS_BY_ERROR.get(refused.error, (500, RoseError))
+    return answer(refused, status=status)
 
 
 def answer(value: Any, status: int = 200) -> web.Response:

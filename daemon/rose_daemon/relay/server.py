@@ -19,9 +19,11 @@ from rose.errors import ConfigError, RoseError
 from rose.secret import read_secret
 from rose.units import MIB
 from rose.weights.relay.mooncake_store import MooncakeStore
+from rose.weights.relay.sockets import Sending
+from rose_daemon.relay.arena import ArenaPool
 from rose_daemon.relay.handlers import CHUNK_BYTES, EmbeddedHandlers, RelayHandlers
 from rose_daemon.relay.mooncake import MooncakeHandlers, MooncakePool
-from rose_daemon.relay.pools import HeapPool
+from rose_daemon.relay.pools import HeapPool, MemoryBlock, Pool
 from rose_daemon.relay.vault import Vault
 
 _SHUTDOWN_MAX_S = 2.0
@@ -66,21 +68,23 @@ async def serving(config: RelayConfig) -> AsyncIterator[str]:
 async def _handlers(config: RelayConfig, token: str) -> AsyncIterator[RelayHandlers[Any]]:
     epoch = secrets.token_hex(8)
     if config.kind == "embedded":
-        heap = HeapPool()
-        yield EmbeddedHandlers(
-            Vault(config.capacity_bytes, config.stage_ttl_s, epoch, heap.allocate), heap, token
-        )
+        arena = ArenaPool(config.capacity_bytes) if config.shared_memory else None
+        pool: Pool[MemoryBlock] = arena or HeapPool()
+        vault = Vault(config.capacity_bytes, config.stage_ttl_s, epoch, pool.allocate)
+        yield EmbeddedHandlers(vault, pool, token, Sending.from_config(config))
+        if arena is not None:
+            arena.close()
         return
     lend_bytes = config.capacity_bytes + _MARKS_BYTES
     store = await asyncio.to_thread(MooncakeStore.connect, config, lend_bytes=lend_bytes)
-    pool = MooncakePool(store, config, epoch)
+    objects = MooncakePool(store, config, epoch)
     try:
-        vault = Vault(config.capacity_bytes, config.stage_ttl_s, epoch, pool.allocate)
-        handlers = MooncakeHandlers(vault, pool, token)
+        places = Vault(config.capacity_bytes, config.stage_ttl_s, epoch, objects.allocate)
+        handlers = MooncakeHandlers(places, objects, token)
         await handlers.begin()
         yield handlers
     finally:
-        await pool.end()
+        await objects.end()
         await asyncio.to_thread(store.close)
 
 

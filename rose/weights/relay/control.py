@@ -23,6 +23,7 @@ from rose.weights.manifest import MANIFEST_BYTES_MAX, Manifest, valid_job
 from rose.weights.relay import Committed, EpochChanged, JobStat, RelayUnavailable
 from rose.weights.relay.http import (
     EPOCH_HEADER,
+    HOST_HEADER,
     MISSING,
     ROOT,
     STATUS_BY_ERROR,
@@ -57,8 +58,11 @@ class ControlClient:
             raise ConfigError(f"{url} is not the URL of a relay", "as in http://127.0.0.1:7702")
         self.url = url.rstrip("/")
         self.timeout_s = timeout_s
-        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
-        self._tls = _trust(tls_ca) if parts.scheme == "https" else True
+        self.host = parts.hostname
+        self.headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self.tls = _trust(tls_ca) if parts.scheme == "https" else True
+        self.seen_host = ""
+        """The machine of a relay whose memory can be read directly, once it has answered."""
         self._session: aiohttp.ClientSession | None = None
 
     async def commit(self, job: JobId, version: WeightVersion, manifest: Manifest) -> tuple[str, ...]:
@@ -126,11 +130,13 @@ class ControlClient:
 
     # ---- for the calls that move bytes ----
 
-    async def read(self, method: str, path: str, *, wait_s: float = 0) -> tuple[str, bytes]:
+    async def read(
+        self, method: str, path: str, *, wait_s: float = 0, epoch: str | None = None
+    ) -> tuple[str, bytes]:
         """Epoch and body of a small answer, retried until the deadline."""
 
         async def attempt() -> tuple[str, bytes]:
-            return await self.read_once(method, path, silence_s=_SILENCE_MAX_S + wait_s)
+            return await self.read_once(method, path, epoch=epoch, silence_s=_SILENCE_MAX_S + wait_s)
 
         return await self.until_done(attempt, self.timeout_s + wait_s)
 
@@ -182,7 +188,7 @@ class ControlClient:
         An answer from another epoch than `epoch` raises EpochChanged, whatever it says.
         """
         if self._session is None:
-            self._session = aiohttp.ClientSession(headers=self._headers, read_bufsize=_CHUNK_BYTES)
+            self._session = aiohttp.ClientSession(headers=self.headers, read_bufsize=_CHUNK_BYTES)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_SILENCE_MAX_S, sock_read=silence_s)
         try:
             async with self._session.request(
@@ -191,13 +197,14 @@ class ControlClient:
                 headers=headers,
                 data=data,
                 timeout=timeout,
-                ssl=self._tls,
+                ssl=self.tls,
                 allow_redirects=False,
             ) as response:
                 if epoch not in (None, response.headers.get(EPOCH_HEADER)):
                     raise EpochChanged("the relay was restarted meanwhile")
+                self.seen_host = response.headers.get(HOST_HEADER, "")
                 if response.status >= 300:
-                    raise _refusal(response.status, await _read_bounded(response))
+                    raise refusal_of(response.status, await _read_bounded(response))
                 yield response
         except aiohttp.ClientSSLError as error:
             raise ConfigError(
@@ -254,12 +261,16 @@ def decode(body: bytes, kind: type[_T]) -> _T:
         raise NotReady(f"what answered is no relay: {error}", "check relay.url") from None
 
 
-def _refusal(status: int, body: bytes) -> Exception:
+def refusal_of(status: int, body: bytes) -> Exception:
     """What an error answer stands for."""
     if status in (502, 503, 504):
         return Retry(f"status {status}")
-    refusal = decode(body, Refusal)
+    return refused(decode(body, Refusal))
+
+
+def refused(refusal: Refusal) -> Exception:
+    """What a refusal stands for."""
     if refusal.error == MISSING:
         return _MissingBuckets(refusal.missing)
-    _, kind = STATUS_BY_ERROR.get(refusal.error, (status, RoseError))
+    _, kind = STATUS_BY_ERROR.get(refusal.error, (500, RoseError))
     return kind(refusal.detail)

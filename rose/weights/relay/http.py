@@ -12,13 +12,17 @@
     DELETE /rose/relay/v1/jobs/{job}/versions/{version}
     GET    /rose/relay/v1/jobs/{job}                                        -> JobStat
     GET    /rose/relay/v1/jobs/{job}/latest?after=&wait_s=                  -> Latest
+    GET    /rose/relay/v1/bulk                  Upgrade: rose-bulk-1; then Put -> PutReply, bytes -> PutReply
     GET    /health
 
-Buckets themselves go over HTTP with an embedded relay; with one of kind mooncake only their places do.  Every
-answer names the relay's epoch in `x-rose-epoch`; every error is a `Refusal` in JSON.
+Buckets themselves go to and from an embedded relay; with one of kind mooncake only their places do.  A client
+on an embedded relay's host asks it for the place too (-> SharedPlacement).  Every answer names the relay's
+epoch in `x-rose-epoch`; every error is a `Refusal` in JSON.
 """
 
 from __future__ import annotations
+
+from typing import Literal
 
 import msgspec
 
@@ -27,6 +31,12 @@ from rose.units import WeightVersion
 from rose.weights.relay import RelayDenied, RelayFull, VersionGone
 
 ROOT = "/rose/relay/v1/jobs"
+BULK_PATH = "/rose/relay/v1/bulk"
+BULK_PROTOCOL = "rose-bulk-1"
+"""Of the `Upgrade` header.  Afterwards: frames of a 4-byte little-endian length and JSON."""
+FRAME_BYTES_MAX = 16 << 10
+HOST_HEADER = "x-rose-host"
+"""Names the machine (`host_id`) of a relay whose memory can be read directly."""
 EPOCH_HEADER = "x-rose-epoch"
 DIGEST_HEADER = "x-rose-digest"
 WAIT_MAX_S = 60.0
@@ -70,6 +80,35 @@ class Claimed(msgspec.Struct, frozen=True):
     """Where to put a claimed bucket; nowhere if the relay has these very bytes."""
 
     placement: Placement | None
+
+
+class SharedPlacement(msgspec.Struct, frozen=True):
+    """Where a bucket lies in the embedded relay's memory: see `rose.weights.relay.shared`."""
+
+    pid: int
+    fd: int
+    """Descriptor of the arena in that process."""
+    offset: int
+    """Of the bucket's header page."""
+    size: int
+    tag: str
+
+
+class Put(msgspec.Struct, frozen=True):
+    """A bucket that a writer wants to send over an upgraded connection."""
+
+    job: str
+    version: int
+    bucket: str
+    size: int
+    digest: str
+
+
+class PutReply(msgspec.Struct, frozen=True):
+    """`send`: its bytes are expected now.  `stored`: the relay has them.  `refused`: and why."""
+
+    state: Literal["send", "stored", "refused"]
+    refusal: Refusal | None = None
 
 
 STATUS_BY_ERROR: dict[str, tuple[int, type[RoseError]]] = {

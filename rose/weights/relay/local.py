@@ -1,42 +1,80 @@
-"""Client of the embedded relay (`rose relay`): buckets travel over HTTP.
+"""Client of the embedded relay (`rose relay`).
 
-A download goes on where its connection broke.
+Buckets come from the relay's own memory where it runs on this host and lets us, else over the network: in
+parallel ranges, each of which goes on where its connection broke.
 """
 
 from __future__ import annotations
 
+import asyncio
+import itertools
+import ssl
 from typing import Self
 
-import aiohttp
-
 from rose.config import RelayConfig
+from rose.config_rules import is_loopback
 from rose.errors import CorruptDelta
 from rose.secret import read_secret
-from rose.units import JobId, WeightVersion
-from rose.weights.relay.control import ControlClient, Retry, chunks, version_path
-from rose.weights.relay.http import DIGEST_HEADER, EPOCH_HEADER
+from rose.units import MIB, JobId, WeightVersion
+from rose.weights.relay.bulk import Connection, Connections, Epochs
+from rose.weights.relay.control import ControlClient, Retry, decode, version_path
+from rose.weights.relay.http import Put, SharedPlacement
+from rose.weights.relay.ranges import run_all
+from rose.weights.relay.shared import SharedReader, host_id
+from rose.weights.relay.sockets import AS_THE_SYSTEM_DOES, Sending
+
+_RANGE_BYTES_MIN = 4 * MIB
+"""A smaller range is not worth another connection."""
 
 
 class RelayClient(ControlClient):
-    """Client of the embedded relay; implements `rose.weights.relay.Relay`."""
+    """Client of the embedded relay; implements `rose.weights.relay.Relay`.
+
+    `streams` is how many connections share one bucket; on loopback one is fastest.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        token: str = "",
+        timeout_s: float = 60,
+        tls_ca: str = "",
+        streams: int = 1,
+        sending: Sending = AS_THE_SYSTEM_DOES,
+        shared_memory: bool = True,
+    ) -> None:
+        super().__init__(url, token=token, timeout_s=timeout_s, tls_ca=tls_ca)
+        tls = self.tls if isinstance(self.tls, ssl.SSLContext) else None
+        self._streams = 1 if is_loopback(self.host) else streams
+        self._connections = Connections(lambda: Connection(self.url, self.headers, tls, sending))
+        self._uploads = Connections(lambda: Connection(self.url, self.headers, tls, sending))
+        self._try_shared = shared_memory
+        self._reader: tuple[str, SharedReader] | None = None
 
     @classmethod
     def from_config(cls, config: RelayConfig, *, timeout_s: float = 60) -> Self:
         """A client of the configured relay.  Raises ConfigError if the token cannot be read."""
-        token = read_secret(config.token_file, "relay.token_file") if config.token_file else ""
-        return cls(config.url, token=token, timeout_s=timeout_s, tls_ca=config.tls_ca)
+        return cls(
+            config.url,
+            token=read_secret(config.token_file, "relay.token_file") if config.token_file else "",
+            timeout_s=timeout_s,
+            tls_ca=config.tls_ca,
+            streams=config.streams,
+            sending=Sending.from_config(config),
+            shared_memory=config.shared_memory,
+        )
 
     async def put_bucket(
         self, job: JobId, version: WeightVersion, bucket: str, data: bytes | memoryview, digest: str
     ) -> None:
         """See `Relay.put_bucket`."""
         view = memoryview(data).cast("B")
-        path = version_path(job, version, bucket)
+        version_path(job)  # refuses what is no job id
+        put = Put(job, version, bucket, len(view), digest)
 
         async def attempt() -> None:
-            headers = {DIGEST_HEADER: digest, "Content-Length": str(len(view))}
-            async with self.request("PUT", path, headers=headers, data=chunks(view)):
-                return
+            await self._uploads.run(lambda connection: connection.upload(put, view))
 
         await self.until_done(attempt, self.timeout_s)
 
@@ -53,39 +91,55 @@ class RelayClient(ControlClient):
         """See `Relay.get_into`."""
         path = version_path(job, version, bucket)
         view = destination.cast("B")
-        download = _Download(view, offset, epoch)
+        if not len(view) or await self._read_shared(path, view, offset, epoch):
+            return
+        epochs = Epochs(epoch)
+        parts = max(1, min(self._streams, len(view) // _RANGE_BYTES_MIN))
+        cuts = [len(view) * part // parts for part in range(parts + 1)]
+        await run_all(
+            self._download(path, view[first:stop], offset + first, epochs)
+            for first, stop in itertools.pairwise(cuts)
+        )
+
+    async def aclose(self) -> None:
+        """Close connections."""
+        await super().aclose()
+        self._connections.close()
+        self._uploads.close()
+        if self._reader is not None:
+            self._reader[1].close()
+            self._reader = None
+
+    # ---- inside ----
+
+    async def _download(self, path: str, view: memoryview, start: int, epochs: Epochs) -> None:
+        received = 0
 
         async def attempt() -> None:
-            headers = {"Range": download.range_header}
-            async with self.request("GET", path, headers=headers, epoch=download.epoch) as response:
-                await download.receive(response)
+            nonlocal received
+            rest, first = view[received:], start + received
+            got = await self._connections.run(
+                lambda connection: connection.download(path, rest, first, epochs)
+            )
+            received += got
+            if got < len(rest):
+                raise Retry("the download broke off")
 
-        if len(view):
-            await self.until_done(attempt, self.timeout_s)
+        await self.until_done(attempt, self.timeout_s)
 
-
-class _Download:
-    """Progress of one `get_into`, kept over broken connections."""
-
-    def __init__(self, destination: memoryview, offset: int, epoch: str | None) -> None:
-        self._destination = destination
-        self._offset = offset
-        self.epoch = epoch
-        self._received = 0
-
-    @property
-    def range_header(self) -> str:
-        return f"bytes={self._offset + self._received}-{self._offset + len(self._destination) - 1}"
-
-    async def receive(self, response: aiohttp.ClientResponse) -> None:
-        self.epoch = response.headers.get(EPOCH_HEADER, "")
-        rest = len(self._destination) - self._received
-        if response.status != 206 or response.content_length != rest:
-            raise CorruptDelta(f"the relay answered {response.content_length} bytes where {rest} were asked")
-        # As they came from the socket; `iter_any` would join, that is copy, what has piled up.
-        async for chunk, _ in response.content.iter_chunks():
-            end = self._received + len(chunk)
-            self._destination[self._received : end] = chunk
-            self._received = end
-        if self._received != len(self._destination):
-            raise Retry("the download broke off")
+    async def _read_shared(self, path: str, view: memoryview, offset: int, epoch: str | None) -> bool:
+        """Read from the relay's memory; False where that cannot be done."""
+        if not self._try_shared or not self.seen_host or self.seen_host != host_id():
+            return False
+        found, body = await self.read("GET", f"{path}/placement", epoch=epoch)
+        placement = decode(body, SharedPlacement)
+        if offset + len(view) > placement.size:
+            raise CorruptDelta(f"the bucket has {placement.size} bytes, not those asked for")
+        if self._reader is None or self._reader[0] != found:
+            self._reader = None  # of an earlier epoch: the last copy that is still at work closes it
+            reader = await asyncio.to_thread(SharedReader.open, placement)
+            if reader is None:
+                self._try_shared = False  # another user's, or in another container
+                return False
+            self._reader = (found, reader)
+        return await asyncio.to_thread(self._reader[1].read_into, placement, view, offset)
