@@ -7,8 +7,10 @@ the last few, which it pushes again when the relay was restarted.
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Self, TypedDict, TypeVar, Unpack
 
@@ -23,10 +25,12 @@ from rose.weights.coding import DEFAULT, Coding
 from rose.weights.container import EncodedVersion
 from rose.weights.digests import digest_state
 from rose.weights.inspection import Change, changes
+from rose.weights.manifest import Bucket
 from rose.weights.patches import Patch, write_patch
 from rose.weights.relay import RelayFull
 from rose.weights.relay.blocking import BlockingRelay
 from rose.weights.relay.connecting import connect
+from rose.weights.relay.ranges import PARALLEL
 
 _COMMIT_ROUNDS_MAX = 3
 """Pushes of one version before giving up: a relay that restarts meanwhile loses what was staged."""
@@ -114,6 +118,7 @@ class Publisher:
         self._base_version = base_version
         self._kept: dict[WeightVersion, EncodedVersion] = {}
         self._unsettled: EncodedVersion | None = None
+        self._making_room = threading.Lock()
         self._epoch: str | None = None
 
     @classmethod
@@ -255,28 +260,33 @@ class Publisher:
         for _ in range(_COMMIT_ROUNDS_MAX):
             if not missing:
                 return
-            for bucket in manifest.buckets:
-                if bucket.name in missing:
-                    self._put(encoded, bucket.name, bucket.digest)
+            try:
+                self._put(encoded, missing)
+            except VersionConflict:
+                # Left over from an attempt with other bytes.  Aborting leaves a committed version alone, and then
+                # the second attempt meets the same conflict.
+                self._relay.abort(self._job, manifest.version)
+                self._put(encoded, missing)
             missing = self._with_room(lambda: self._relay.commit(self._job, manifest.version, manifest))
         raise RoseError(
             f"the relay lost buckets of version {manifest.version} {_COMMIT_ROUNDS_MAX} times",
             "is it being restarted, or is relay.stage_ttl_s too short?",
         )
 
-    def _put(self, encoded: EncodedVersion, bucket: str, digest_hex: str) -> None:
-        version, data = encoded.manifest.version, encoded.buckets[bucket]
+    def _put(self, encoded: EncodedVersion, names: Collection[str]) -> None:
+        """Push buckets, several at a time: each waits for the relay before and after its bytes."""
+        version = encoded.manifest.version
 
-        def put() -> None:
-            self._relay.put_bucket(self._job, version, bucket, data, digest_hex)
+        def put(bucket: Bucket) -> None:
+            data = encoded.buckets[bucket.name]
+            self._with_room(
+                lambda: self._relay.put_bucket(self._job, version, bucket.name, data, bucket.digest)
+            )
 
-        try:
-            self._with_room(put)
-        except VersionConflict:
-            # Left over from an attempt with other bytes.  Aborting leaves a committed version alone, and then
-            # the second put meets the same conflict.
-            self._relay.abort(self._job, version)
-            self._with_room(put)
+        with ThreadPoolExecutor(PARALLEL, thread_name_prefix="rose-push") as threads:
+            wanted = [bucket for bucket in encoded.manifest.buckets if bucket.name in names]
+            for done in [threads.submit(put, bucket) for bucket in wanted]:
+                done.result()
 
     def _with_room(self, call: Callable[[], _T]) -> _T:
         """Make the call; while the relay is full, delete this job's oldest version that need not be kept."""
@@ -284,13 +294,20 @@ class Publisher:
             try:
                 return call()
             except RelayFull:
-                stat = self._relay.stat(self._job)
-                droppable = [version for version in stat.versions[: -self._keep] if version not in self._kept]
-                if not droppable:
-                    raise
-                self._relay.delete(self._job, droppable[0])
-                bytes_of = {each.version: each.bytes for each in stat.committed}
-                self._await_room(stat.used_bytes - bytes_of[droppable[0]])
+                with self._making_room:
+                    if not self._make_room():
+                        raise
+
+    def _make_room(self) -> bool:
+        """Delete the oldest version that need not be kept; False if there is none."""
+        stat = self._relay.stat(self._job)
+        droppable = [version for version in stat.versions[: -self._keep] if version not in self._kept]
+        if not droppable:
+            return False
+        self._relay.delete(self._job, droppable[0])
+        bytes_of = {each.version: each.bytes for each in stat.committed}
+        self._await_room(stat.used_bytes - bytes_of[droppable[0]])
+        return True
 
     def _await_room(self, used_bytes: int) -> None:
         """Wait for a deleted version's memory, which readers may still hold: or the next would go too."""

@@ -22,6 +22,7 @@ from rose.weights.bits import empty_buffer
 from rose.weights.digests import digest
 from rose.weights.manifest import MANIFEST_NAME, Bucket, Manifest
 from rose.weights.relay import Committed, EpochChanged, Relay, VersionGone
+from rose.weights.relay.ranges import PARALLEL, run_some
 
 _REPUBLISH_POLL_S = 0.2
 
@@ -59,15 +60,16 @@ async def _fill(relay: Relay, committed: Committed, partial: Path) -> None:
         manifest = committed.manifest
         await asyncio.to_thread(_prepare, partial, manifest)
         try:
-            for bucket in manifest.buckets:
-                if not await asyncio.to_thread(_bucket_arrived, partial, bucket):
-                    await _fetch(relay, committed, bucket, partial)
+            await run_some(PARALLEL, (_bring(relay, committed, each, partial) for each in manifest.buckets))
             return
         except EpochChanged:
             committed = await _republished(relay, manifest.job, manifest.version)
 
 
-async def _fetch(relay: Relay, committed: Committed, bucket: Bucket, partial: Path) -> None:
+async def _bring(relay: Relay, committed: Committed, bucket: Bucket, partial: Path) -> None:
+    """Bring one bucket into `partial`, unless it is there."""
+    if await asyncio.to_thread(_bucket_arrived, partial, bucket):
+        return
     data = empty_buffer(bucket.size)
     manifest = committed.manifest
     await relay.get_into(manifest.job, manifest.version, bucket.name, data, epoch=committed.epoch)

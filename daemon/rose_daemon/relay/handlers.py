@@ -277,6 +277,8 @@ class EmbeddedHandlers(RelayHandlers[MemoryBlock]):
             except TimeoutError:
                 if transport is not None:
                     transport.abort()
+            except ConnectionError:
+                pass  # the reader is gone; it comes back for the rest if it still wants it
             return response
 
 

@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import ssl
 from typing import Self
+from urllib.parse import urlsplit
 
 from rose.config import RelayConfig
 from rose.config_rules import is_loopback
@@ -30,7 +31,7 @@ _RANGE_BYTES_MIN = 4 * MIB
 class RelayClient(ControlClient):
     """Client of the embedded relay; implements `rose.weights.relay.Relay`.
 
-    `streams` is how many connections share one bucket; on loopback one is fastest.
+    `streams` is how many connections share one download; on loopback one is fastest.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class RelayClient(ControlClient):
     ) -> None:
         super().__init__(url, token=token, timeout_s=timeout_s, tls_ca=tls_ca)
         tls = self.tls if isinstance(self.tls, ssl.SSLContext) else None
-        self._streams = 1 if is_loopback(self.host) else streams
+        self._streams = streams
         self._connections = Connections(lambda: Connection(self.url, self.headers, tls, sending))
         self._uploads = Connections(lambda: Connection(self.url, self.headers, tls, sending))
         self._try_shared = shared_memory
@@ -60,7 +61,7 @@ class RelayClient(ControlClient):
             token=read_secret(config.token_file, "relay.token_file") if config.token_file else "",
             timeout_s=timeout_s,
             tls_ca=config.tls_ca,
-            streams=config.streams,
+            streams=1 if is_loopback(urlsplit(config.url).hostname or "") else config.streams,
             sending=Sending.from_config(config),
             shared_memory=config.shared_memory,
         )

@@ -1,0 +1,374 @@
+"""How buckets move to and from the embedded relay: in ranges, through its memory, on upgraded connections."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import msgspec
+import numpy as np
+import pytest
+from rose_daemon.relay.server import serving
+
+from rose.config import RelayConfig
+from rose.errors import ConfigError, CorruptDelta, VersionConflict
+from rose.units import JobId, WeightVersion
+from rose.weights.bits import Bits
+from rose.weights.digests import digest
+from rose.weights.encoding import encode_version
+from rose.weights.relay import EpochChanged, RelayDenied, RelayFull, VersionGone
+from rose.weights.relay.bulk import Connection, Connections
+from rose.weights.relay.http import BULK_PATH, BULK_PROTOCOL, Put, PutReply
+from rose.weights.relay.local import RelayClient
+from rose.weights.relay.ranges import Range, fetch_ranges
+from rose.weights.relay.shared import SharedReader
+from rose.weights.relay.sockets import Sending
+
+JOB, V1 = JobId("job-1"), WeightVersion(1)
+DATA = np.random.default_rng(0).integers(0, 256, 20 << 20, dtype=np.uint8).tobytes()
+ENCODED = encode_version(JOB, V1, None, None, {"w": Bits("U8", (len(DATA),), np.frombuffer(DATA, np.uint8))})
+(BUCKET,) = ENCODED.manifest.buckets
+BYTES = bytes(ENCODED.buckets[BUCKET.name])
+
+
+@pytest.fixture
+async def url() -> AsyncIterator[str]:
+    async with serving(RelayConfig(port=0, capacity_bytes=64 << 20)) as url:
+        yield url
+
+
+async def publish(url: str) -> None:
+    async with RelayClient(url, timeout_s=20) as relay:
+        await relay.put_bucket(JOB, V1, BUCKET.name, BYTES, BUCKET.digest)
+        assert await relay.commit(JOB, V1, ENCODED.manifest) == ()
+
+
+async def fetch(relay: RelayClient, epoch: str | None = None) -> bytearray:
+    destination = bytearray(BUCKET.size)
+    await relay.get_into(JOB, V1, BUCKET.name, memoryview(destination), epoch=epoch)
+    return destination
+
+
+@asynccontextmanager
+async def proxy(
+    url: str, on_request: Callable[[bytes], int | None]
+) -> AsyncIterator[tuple[str, list[asyncio.StreamWriter]]]:
+    """A proxy that closes each connection after as many bytes of answers as `on_request` says; None: all.
+
+    -1: it answers nothing, and keeps the connection.
+    """
+    host, port = url.removeprefix("http://").split(":")
+    waiting: list[asyncio.StreamWriter] = []
+
+    async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        left = on_request(head)
+        if left == -1:
+            waiting.append(writer)
+            return
+        up_reader, up_writer = await asyncio.open_connection(host, int(port))
+        up_writer.write(head[:-2] + b"Connection: close\r\n\r\n")
+        while (left is None or left > 0) and (chunk := await up_reader.read(min(left or 65536, 65536))):
+            writer.write(chunk)
+            await writer.drain()
+            left = None if left is None else left - len(chunk)
+        writer.close()
+        up_writer.close()
+
+    server = await asyncio.start_server(pass_on, "127.0.0.1", 0)
+    async with server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", waiting
+        for writer in waiting:
+            writer.close()
+
+
+# ---- ranges ----
+
+
+async def test_a_bucket_comes_in_ranges_over_several_connections(
+    url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    await publish(url)
+    asked: list[bytes] = []
+
+    def cut_some(head: bytes) -> int | None:
+        asked.append(next(line for line in head.split(b"\r\n") if line.startswith(b"Range")))
+        return 1_000_000 if len(asked) in (2, 5) else None
+
+    async with proxy(url, cut_some) as (through, _), RelayClient(through, streams=4, timeout_s=20) as relay:
+        assert await fetch(relay) == BYTES
+    assert len(asked) == 6
+    assert len(set(asked)) == 6
+    assert not caplog.records
+
+
+async def test_many_ranges_of_a_version_are_fetched_at_once(url: str) -> None:
+    await publish(url)
+    destination = memoryview(bytearray(len(BYTES)))
+    cuts = sorted({0, len(BYTES), *np.random.default_rng(1).integers(0, len(BYTES), 9).tolist()})
+    ranges = [Range(BUCKET.name, destination[first:stop], first) for first, stop in itertools.pairwise(cuts)]
+    async with RelayClient(url, timeout_s=20) as relay:
+        await fetch_ranges(relay, JOB, V1, ranges)
+        assert destination == BYTES
+        with pytest.raises(VersionGone):
+            await fetch_ranges(relay, JOB, WeightVersion(2), ranges)
+        with pytest.raises(EpochChanged):
+            await fetch_ranges(relay, JOB, V1, ranges, epoch="another")
+
+
+async def test_a_download_that_was_given_up_writes_nothing_more(url: str) -> None:
+    await publish(url)
+    asked = asyncio.Event()
+
+    def keep_waiting(_head: bytes) -> int:
+        asked.set()
+        return -1
+
+    async with (
+        proxy(url, keep_waiting) as (through, waiting),
+        RelayClient(through, shared_memory=False, timeout_s=20) as relay,
+    ):
+        destination = bytearray(BUCKET.size)
+        call = asyncio.create_task(relay.get_into(JOB, V1, BUCKET.name, memoryview(destination)))
+        await asked.wait()
+        call.cancel()
+        async with asyncio.timeout(5):
+            await asyncio.wait([call])
+        assert call.cancelled()
+        head = f"HTTP/1.1 206 Partial Content\r\nContent-Length: {BUCKET.size}\r\n\r\n"
+        waiting[0].write(head.encode() + BYTES)
+        await asyncio.sleep(0.1)
+        assert destination == bytes(BUCKET.size)
+
+
+# ---- the relay's memory ----
+
+
+@pytest.fixture
+def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refuse(self: Connections, call: Callable[[Connection], object]) -> object:
+        pytest.fail("went over the network")
+
+    monkeypatch.setattr(Connections, "run", refuse)
+
+
+async def test_a_reader_on_the_same_host_reads_the_relays_memory(
+    url: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    await publish(url)
+    request.getfixturevalue("no_network")
+    async with RelayClient(url, timeout_s=20) as relay:
+        epoch = (await relay.manifest(JOB, V1)).epoch
+        assert await fetch(relay, epoch) == BYTES
+        with pytest.raises(CorruptDelta):
+            await relay.get_into(JOB, V1, BUCKET.name, memoryview(bytearray(9)), offset=BUCKET.size - 8)
+        with pytest.raises(EpochChanged):
+            await fetch(relay, "another")
+
+
+async def test_where_it_cannot_the_network_serves(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    await publish(url)
+    monkeypatch.setattr(SharedReader, "open", lambda _placement: None)
+    async with RelayClient(url, timeout_s=20) as relay:
+        await relay.manifest(JOB, V1)
+        assert await fetch(relay) == BYTES
+
+
+async def test_a_relay_may_keep_its_memory_to_itself() -> None:
+    async with serving(RelayConfig(port=0, capacity_bytes=64 << 20, shared_memory=False)) as url:
+        await publish(url)
+        async with RelayClient(url, timeout_s=20) as relay:
+            await relay.manifest(JOB, V1)
+            assert relay.seen_host == ""
+            assert await fetch(relay) == BYTES
+
+
+STRANGER = """
+import asyncio, encodings.ascii, encodings.idna, os, sys
+from rose.units import JobId, WeightVersion
+from rose.weights.relay.local import RelayClient
+os.setuid(65534)  # not before the imports: others may not be able to read the installation
+async def main():
+    async with RelayClient(sys.argv[1], timeout_s=20) as relay:
+        manifest = (await relay.manifest(JobId("job-1"), WeightVersion(1))).manifest
+        (bucket,) = manifest.buckets
+        destination = bytearray(bucket.size)
+        await relay.get_into(JobId("job-1"), WeightVersion(1), bucket.name, memoryview(destination))
+        print(relay._reader, len(destination))
+asyncio.run(main())
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become somebody else")
+async def test_another_user_cannot_see_the_memory_and_is_served_over_the_network(url: str) -> None:
+    await publish(url)
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", STRANGER, url, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    out, errors = await process.communicate()
+    assert out.decode().split() == ["None", str(BUCKET.size)], errors.decode()
+
+
+# ---- upgraded connections ----
+
+
+async def upgraded(url: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    host, port = url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    head = f"GET {BULK_PATH} HTTP/1.1\r\nHost: x\r\nConnection: upgrade\r\nUpgrade: {BULK_PROTOCOL}\r\n\r\n"
+    writer.write(head.encode())
+    assert b" 101 " in await reader.readuntil(b"\r\n\r\n")
+    return reader, writer
+
+
+def frame(body: bytes) -> bytes:
+    return len(body).to_bytes(4, "little") + body
+
+
+async def reply(reader: asyncio.StreamReader) -> PutReply:
+    length = int.from_bytes(await reader.readexactly(4), "little")
+    return msgspec.json.decode(await reader.readexactly(length), type=PutReply)
+
+
+async def used(url: str) -> int:
+    async with RelayClient(url, timeout_s=10) as relay:
+        return (await relay.stat(JOB)).used_bytes
+
+
+def put_of(data: bytes, **changes: object) -> bytes:
+    put = Put(JOB, 1, BUCKET.name, len(data), digest(data))
+    return frame(msgspec.json.encode(msgspec.structs.replace(put, **changes)))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"job": "../etc"},
+        {"version": -1},
+        {"version": 1 << 60},
+        {"bucket": "passwd"},
+        {"size": 0},
+        {"size": 1 << 40},
+        {"digest": "short"},
+    ],
+)
+async def test_frames_that_ask_for_nonsense_are_refused(url: str, changes: dict[str, object]) -> None:
+    reader, writer = await upgraded(url)
+    writer.write(put_of(b"x" * 9, **changes))
+    answer = await reply(reader)
+    assert answer.state == "refused"
+    writer.write(put_of(b"x" * 9))
+    assert (await reply(reader)).state == "send"
+    writer.close()
+
+
+@pytest.mark.parametrize("noise", [frame(b"{}"), frame(b"\xff" * 100), frame(b"[" * 9000)])
+async def test_frames_that_cannot_be_read_are_refused(url: str, noise: bytes) -> None:
+    reader, writer = await upgraded(url)
+    writer.write(noise)
+    assert (await reply(reader)).state == "refused"
+    writer.close()
+
+
+@pytest.mark.parametrize("noise", [b"\xff" * 20_000, bytes(4), put_of(b"x" * 9) + b"x" * 9])
+async def test_what_is_no_frame_ends_the_connection(url: str, noise: bytes) -> None:
+    reader, writer = await upgraded(url)
+    writer.write(noise)
+    async with asyncio.timeout(5):
+        assert await _rest(reader) == b""
+    assert await used(url) == 0
+
+
+async def _rest(reader: asyncio.StreamReader) -> bytes:
+    try:
+        return await reader.read()
+    except ConnectionResetError:
+        return b""
+
+
+async def test_a_bucket_may_come_in_any_pieces(url: str) -> None:
+    reader, writer = await upgraded(url)
+    data = BYTES[:300_000]
+    for byte in put_of(data):
+        writer.write(bytes([byte]))
+        await writer.drain()
+    assert (await reply(reader)).state == "send"
+    for first in range(0, len(data), 70_001):
+        writer.write(data[first : first + 70_001])
+        await writer.drain()
+    assert (await reply(reader)).state == "stored"
+    writer.write(put_of(data))
+    assert (await reply(reader)).state == "stored"
+    writer.write(put_of(data, digest=digest(b"other")))
+    answer = await reply(reader)
+    assert (answer.state, answer.refusal and answer.refusal.error) == ("refused", "conflict")
+    writer.close()
+
+
+async def test_a_writer_killed_in_the_middle_of_a_frame_or_a_bucket_leaves_no_trace(url: str) -> None:
+    for sent in (put_of(b"x" * 99)[:20], put_of(b"x" * 99)):
+        _, writer = await upgraded(url)
+        writer.write(sent)
+        await asyncio.sleep(0.1)
+        writer.transport.abort()
+    for _ in range(100):
+        if not await used(url):
+            return
+        await asyncio.sleep(0.02)
+    pytest.fail("memory is not freed")
+
+
+async def test_bytes_that_are_not_those_of_the_digest_are_refused(url: str) -> None:
+    async with RelayClient(url, timeout_s=10) as relay:
+        with pytest.raises(CorruptDelta):
+            await relay.put_bucket(JOB, V1, BUCKET.name, b"other", BUCKET.digest)
+        await relay.put_bucket(JOB, V1, BUCKET.name, BYTES, BUCKET.digest)
+        with pytest.raises(VersionConflict):
+            await relay.put_bucket(JOB, V1, BUCKET.name, b"other", digest(b"other"))
+        for number in (2, 3):
+            await relay.put_bucket(JOB, WeightVersion(number), BUCKET.name, BYTES, BUCKET.digest)
+        with pytest.raises(RelayFull):
+            await relay.put_bucket(JOB, WeightVersion(4), BUCKET.name, BYTES, BUCKET.digest)
+
+
+async def test_the_token_is_asked_of_uploads_and_places_too(tmp_path: os.PathLike[str]) -> None:
+    token = os.path.join(tmp_path, "token")  # noqa: PTH118
+    with open(token, "w") as file:  # noqa: PTH123, ASYNC230
+        file.write("s3cret")
+    async with serving(RelayConfig(port=0, token_file=token)) as url:
+        async with RelayClient(url, token="wrong", timeout_s=10) as relay:
+            with pytest.raises(RelayDenied):
+                await relay.put_bucket(JOB, V1, BUCKET.name, BYTES, BUCKET.digest)
+            with pytest.raises(RelayDenied):
+                await relay.read(
+                    "GET", f"/rose/relay/v1/jobs/job-1/versions/1/buckets/{BUCKET.name}/placement"
+                )
+        async with RelayClient(url, token="s3cret", timeout_s=10) as relay:
+            await relay.put_bucket(JOB, V1, BUCKET.name, BYTES, BUCKET.digest)
+
+
+# ---- sockets ----
+
+
+def test_pacing_is_the_kernels() -> None:
+    with socket.socket() as sock:
+        Sending(pace_bytes_per_s=5_000_000).apply_to(sock.fileno())
+        assert sock.getsockopt(socket.SOL_SOCKET, 47) == 5_000_000
+
+
+async def test_a_congestion_control_that_is_not_there_is_said_at_start() -> None:
+    with pytest.raises(ConfigError, match="congestion"):
+        async with serving(RelayConfig(port=0, congestion="no-such-thing")):
+            pass
+    with pytest.raises(ConfigError, match="congestion"):
+        RelayClient.from_config(RelayConfig(congestion="no-such-thing"))
+    async with serving(RelayConfig(port=0, congestion="reno", pace_bytes_per_s=100_000_000)) as url:
+        await publish(url)
+        async with RelayClient(url, timeout_s=10, sending=Sending(congestion="cubic")) as relay:
+            assert await fetch(relay) == BYTES
