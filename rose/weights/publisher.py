@@ -263,8 +263,8 @@ class Publisher:
             try:
                 self._put(encoded, missing)
             except VersionConflict:
-                # Left over from an attempt with other bytes.  Aborting leaves a committed version alone, and then
-                # the second attempt meets the same conflict.
+                # Left over from an attempt with other bytes.  Aborting leaves a committed version alone, and
+                # then the second attempt meets the same conflict.
                 self._relay.abort(self._job, manifest.version)
                 self._put(encoded, missing)
             missing = self._with_room(lambda: self._relay.commit(self._job, manifest.version, manifest))

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -337,11 +338,11 @@ async def test_bytes_that_are_not_those_of_the_digest_are_refused(url: str) -> N
             await relay.put_bucket(JOB, WeightVersion(4), BUCKET.name, BYTES, BUCKET.digest)
 
 
-async def test_the_token_is_asked_of_uploads_and_places_too(tmp_path: os.PathLike[str]) -> None:
-    token = os.path.join(tmp_path, "token")  # noqa: PTH118
-    with open(token, "w") as file:  # noqa: PTH123, ASYNC230
-        file.write("s3cret")
-    async with serving(RelayConfig(port=0, token_file=token)) as url:
+async def test_the_token_is_asked_of_uploads_and_places_too(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.touch(0o600)
+    token.write_text("s3cret")
+    async with serving(RelayConfig(port=0, token_file=str(token))) as url:
         async with RelayClient(url, token="wrong", timeout_s=10) as relay:
             with pytest.raises(RelayDenied):
                 await relay.put_bucket(JOB, V1, BUCKET.name, BYTES, BUCKET.digest)

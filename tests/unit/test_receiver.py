@@ -18,6 +18,7 @@ from rose.weights.encoding import encode_version
 from rose.weights.patches import apply_to_state
 from rose.weights.receiver import pull
 from rose.weights.relay import RelayUnavailable, VersionGone
+from rose.weights.relay.ranges import PARALLEL
 from rose.weights.store import WeightStore
 
 V1 = WeightVersion(1)
@@ -101,23 +102,23 @@ async def test_a_broken_pull_goes_on_with_what_had_arrived(
     monkeypatch.setattr("rose.weights.shards.BUCKET_BYTES_MAX", 2048)
     monkeypatch.setattr(encoding.plan_buckets, "__kwdefaults__", {"limit_bytes": 2048})
     encoded = encode_version(JOB, V1, None, None, TARGET)
-    assert len(encoded.buckets) > 2
+    assert len(encoded.buckets) > PARALLEL + 2
     relay = MemoryRelay()
     relay.publish(encoded)
     fetched = [0]
 
-    def fail_third(call: str) -> None:
+    def fail_later(call: str) -> None:
         fetched[0] += call == "get_into"
-        if fetched[0] == 3:
+        if fetched[0] == PARALLEL + 2:  # begun when two have arrived
             raise RelayUnavailable("cable pulled")
 
-    relay.before = fail_third
+    relay.before = fail_later
     with pytest.raises(RelayUnavailable):
         await pull(relay, JOB, V1, destination)
     relay.calls.clear()
     relay.before = lambda call: None
     await pull(relay, JOB, V1, destination)
-    assert relay.calls.count("get_into") == len(encoded.buckets) - 2
+    assert relay.calls.count("get_into") <= len(encoded.buckets) - 2
     assert holds_target(destination)
 
 
