@@ -20,7 +20,7 @@ from aiohttp import web
 
 from rose.config import RelayConfig
 from rose.weights.relay import RelayFull, VersionGone
-from rose.weights.relay.http import BadRequest, Claim, Claimed, Placement
+from rose.weights.relay.http import BULK_PATH, BadRequest, Claim, Claimed, Placement
 from rose.weights.relay.mooncake_store import MooncakeStore, ObjectLost, StoreTrouble
 from rose_daemon.relay import requests
 from rose_daemon.relay.handlers import VERSION_ROOT, RelayHandlers
@@ -121,6 +121,7 @@ class MooncakeHandlers(RelayHandlers[StoredObject]):
             web.put(f"{bucket}/placement", self._confirm),
             web.delete(f"{bucket}/placement", self._give_up),
             web.get(f"{bucket}/placement", self._find, allow_head=False),
+            web.get(BULK_PATH, self._refuse_bytes, allow_head=False),
             web.put(bucket, self._refuse_bytes),
             web.get(bucket, self._refuse_bytes, allow_head=False),
         ]
