@@ -36,7 +36,8 @@ class JobReplica(msgspec.Struct, frozen=True):
     kind: str
     """`dedicated` or `opportunistic`."""
     state: str
-    weight_version: int
+    weight_version: int | None
+    """None: not known."""
     turns_in_flight: int
     eligible: bool
     """Takes turns of the job now."""
@@ -137,6 +138,7 @@ class Job:
         n_serving_max: int = 1,
         staleness_max: int = 0,
         trajectories_per_replica_max: int = 16,
+        unknown_version_ok: bool = False,
         token_file: Path | None = None,
     ) -> Self:
         """Create the job, or take up the one of that name with the same settings.
@@ -155,6 +157,7 @@ class Job:
                 "n_serving_max": n_serving_max,
                 "staleness_max": staleness_max,
                 "trajectories_per_replica_max": trajectories_per_replica_max,
+                "unknown_version_ok": unknown_version_ok,
             },
         )
         return cls(scheduler, name)

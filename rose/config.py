@@ -200,6 +200,8 @@ class SchedulerConfig(_Section, frozen=True):
     """Largest request body the gateway reads."""
     token_file: str = ""
     """Token that clients must send; empty means none is asked for (loopback only)."""
+    workers: tuple[str, ...] = ()
+    """URLs of vLLM or SGLang servers that ROSE does not manage, used as dedicated replicas."""
 
 
 class RelayConfig(_Section, frozen=True):

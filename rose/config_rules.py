@@ -33,6 +33,7 @@ _NOT_NEGATIVE = (
     "node.weights_undo_max", "device.memory_bytes", "admission.token_cap", "admission.margin_ms",
     "relay.pace_bytes_per_s", "job.n_rl", "job.n_serving_max", "job.staleness_max", "scheduler.lease_min_s",
 )  # fmt: skip
+_URL_MAX = 512
 _NAME_HINT = "letters, digits, dots, dashes and underscores"
 
 
@@ -44,6 +45,16 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return False
+
+
+def engine_address_fault(url: str) -> str:
+    """What is wrong with the address of an engine's server, or an empty string."""
+    parts = _parts(url) if len(url) <= _URL_MAX else None
+    if parts is None or parts.scheme != "http" or not parts.hostname or parts.port is None:
+        return f"{url[:80]!r} is not an engine's address: http://host:port"
+    if parts.path.strip("/") or parts.query or parts.fragment or parts.username:
+        return f"{url[:80]!r} must be host and port only"
+    return ""
 
 
 class _Refuse(Protocol):
@@ -166,7 +177,14 @@ def _check_addresses(config: Config, refuse: _Refuse) -> None:
         refuse("relay.host", f"{relay.host} is not loopback", hint)
     if relay.kind == "mooncake":
         _check_mooncake(relay, refuse)
-    for key, url in (("serving.url", config.serving.url), ("relay.url", relay.url)):
+    _check_urls(config, refuse)
+
+
+def _check_urls(config: Config, refuse: _Refuse) -> None:
+    for url in config.scheduler.workers:
+        if fault := engine_address_fault(url):
+            refuse("scheduler.workers", fault)
+    for key, url in (("serving.url", config.serving.url), ("relay.url", config.relay.url)):
         parts = _parts(url)
         if url and not (parts and parts.scheme in ("http", "https") and parts.hostname):
             refuse(key, f"{url!r} is not an HTTP address", "such as http://127.0.0.1:8000")

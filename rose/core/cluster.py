@@ -95,7 +95,7 @@ class ClusterMachine:
         """Of the step being taken; shared with the dispatcher."""
         self._dispatcher = Dispatcher(settings, self._effects, self._open_ns)
         self._jobs: dict[JobId, _Job] = {}
-        self._offers: dict[ReplicaId, tuple[bool, bool]] = {}
+        self._offers: dict[ReplicaId, tuple[bool, bool, bool]] = {}
         """Per replica, what placement goes by; a change calls for a new plan."""
         self._replan = False
 
@@ -344,7 +344,7 @@ class ClusterMachine:
             return
         job = self._jobs.get(event.job)
         if job is None:
-            versions = JobVersions(event.staleness_max)
+            versions = JobVersions(event.staleness_max, event.unknown_version_ok)
             settings = self._settings
             router = Router(event.trajectories_per_replica_max, versions.window, settings.slack)
             turns = self._dispatcher.add_job(event.job, router)
@@ -353,6 +353,7 @@ class ClusterMachine:
         else:
             job.spec = event
             job.versions.staleness_max = event.staleness_max
+            job.versions.unknown_ok = event.unknown_version_ok
             self._reconfigure(job)
         self._replan = True
 

@@ -32,7 +32,8 @@ class ReplicaView(msgspec.Struct, frozen=True):
     """As the node reports it; see `node_state` and `drained` for what else keeps turns away."""
     node_state: str
     url: str
-    weight_version: WeightVersion
+    weight_version: WeightVersion | None
+    """None: not known."""
     updating: bool
     drained: bool
     gate_open: bool

@@ -207,7 +207,8 @@ class ReplicaReport(msgspec.Struct, frozen=True):
     """A `rose.core.node.ReplicaState` value; turns are sent only to `ready` ones."""
     url: str
     model: str
-    weight_version: WeightVersion
+    weight_version: WeightVersion | None
+    """None: not known, as of an engine that ROSE does not manage."""
     updating: bool = False
     gate_open: bool | None = None
     """None: not known (counts as closed)."""
@@ -219,6 +220,8 @@ class ReplicaReport(msgspec.Struct, frozen=True):
     """Identity of the serving device lent (for `at most one job per serving GPU`); empty if dedicated."""
     hardware: str = ""
     """What the device is rich in for its price, `compute` or `bandwidth`; empty: not told."""
+    engine: str = "vllm"
+    """Whose API it speaks: `vllm` or `sglang`."""
 
 
 class NodeRegistered(Event, frozen=True):
@@ -254,6 +257,8 @@ class JobSubmitted(Event, frozen=True):
     n_serving_max: int
     staleness_max: int = 0
     trajectories_per_replica_max: int = 16
+    unknown_version_ok: bool = False
+    """Its turns may run on weights of a version that is not known."""
 
 
 class JobEnded(Event, frozen=True):

@@ -45,6 +45,20 @@ class Lease(NamedTuple):
     granted_ns: int = 0
 
 
+class _Pool(NamedTuple):
+    """Replicas that the same jobs may use."""
+
+    kind: str
+    model: str
+    version_known: bool
+
+    def has(self, replica: Replica) -> bool:
+        """Whether the replica is one of them."""
+        report = replica.report
+        known = report.weight_version is not None
+        return (report.kind, report.model, known) == self
+
+
 @dataclass(slots=True)
 class Plan:
     """What changed; revocations are to be carried out first."""
@@ -81,9 +95,9 @@ class Placement:
         """When the passing of time alone may change the plan, or NEVER."""
         return self._due_ns
 
-    def offers(self, replica: Replica) -> tuple[bool, bool]:
+    def offers(self, replica: Replica) -> tuple[bool, bool, bool]:
         """What of a replica planning goes by; a change calls for a new plan."""
-        return (replica.fit, self._idle_enough(replica))
+        return (replica.fit, self._idle_enough(replica), replica.report.weight_version is not None)
 
     def held_by(self, job: JobId) -> list[ReplicaId]:
         """The job's replicas, dedicated first, in order of their leases."""
@@ -113,14 +127,16 @@ class Placement:
                 self._shed(job, kind, quota.model, wanted[job], around, plan)
             for model in dict.fromkeys(quota.model for quota in jobs.values()):
                 rivals = {job: wanted[job] for job, quota in jobs.items() if quota.model == model}
-                self._share_out(kind, model, rivals, around, plan)
+                unknowing = {job: most for job, most in rivals.items() if jobs[job].unknown_version_ok}
+                # First what only some of the jobs can use, then what all of them can.
+                self._share_out(_Pool(kind, model, version_known=False), unknowing, around, plan)
+                self._share_out(_Pool(kind, model, version_known=True), rivals, around, plan)
         return plan
 
-    def _share_out(
-        self, kind: str, model: str, wanted: Mapping[JobId, int], around: Around, plan: Plan
-    ) -> None:
-        """Give the jobs of one model their shares of one kind of replica."""
-        candidates = self._candidates(kind, model, around.replicas.values())
+    def _share_out(self, pool: _Pool, wanted: Mapping[JobId, int], around: Around, plan: Plan) -> None:
+        """Give jobs that want replicas of a pool their shares of it."""
+        kind = pool.kind
+        candidates = self._candidates(pool, around.replicas.values())
         held = {job: [around.replicas[name] for name in self._held.get((job, kind), ())] for job in wanted}
         fit = sum(holder.fit for holders in held.values() for holder in holders)
         spare = len({_place(candidate) for candidate in candidates})
@@ -128,8 +144,8 @@ class Placement:
         gaining = [job for job in wanted if kind == DEDICATED or around.pays(job)]
         short = sum(max(0, shares[job] - len(held[job])) for job in gaining)
         if (scarce := short - spare) > 0:
-            self._take_back(held, shares, scarce, around, plan)
-            candidates = self._candidates(kind, model, around.replicas.values())
+            self._take_back(pool, held, shares, scarce, around, plan)
+            candidates = self._candidates(pool, around.replicas.values())
         for job in wanted:
             holders = [around.replicas[name] for name in self._held.get((job, kind), ())]
             replaceable = self._replaceable(holders, around)
@@ -139,19 +155,24 @@ class Placement:
 
     def _take_back(
         self,
+        pool: _Pool,
         held: Mapping[JobId, list[Replica]],
         shares: Mapping[JobId, int],
         scarce: int,
         around: Around,
         plan: Plan,
     ) -> None:
-        """Revoke up to `scarce` leases of jobs above their share; those that run least go first."""
+        """Revoke up to `scarce` leases of jobs above their share; those that run least go first.
+
+        Only replicas of the pool are of use to those that get them.
+        """
         over = [
             holder
             for job, holders in held.items()
             for holder in sorted(holders, key=lambda holder: (around.count_on(holder.id), holder.id))[
                 : max(0, len(holders) - shares[job])
             ]
+            if pool.has(holder)
         ]
         for holder in sorted(over, key=lambda holder: (around.count_on(holder.id), holder.id)):
             due_ns = self.leases[holder.id].granted_ns + self._lease_min_ns
@@ -206,12 +227,11 @@ class Placement:
                 return
             self._grant(job, candidate, now_ns, plan)
 
-    def _candidates(self, kind: str, model: str, replicas: Iterable[Replica]) -> list[Replica]:
+    def _candidates(self, pool: _Pool, replicas: Iterable[Replica]) -> list[Replica]:
         fit = [
             replica
             for replica in replicas
-            if replica.report.kind == kind
-            and replica.report.model == model
+            if pool.has(replica)
             and replica.fit
             and replica.id not in self.leases
             and not (

@@ -53,7 +53,7 @@ class Condition(NamedTuple):
     """What decides whether a replica takes turns, as membership knows it."""
 
     takes_turns: bool
-    weight_version: WeightVersion
+    weight_version: WeightVersion | None
     gate_open: bool
     gate_held: bool
     kv_budget_tokens: int
@@ -253,7 +253,7 @@ class Router:
         in_reach = minimum is None or minimum <= self._window.ceiling
         return in_reach and (versions.exact is None or self._window.admits(versions.exact))
 
-    def version_on(self, replica: ReplicaId) -> WeightVersion:
+    def version_on(self, replica: ReplicaId) -> WeightVersion | None:
         """The version the replica runs, as last reported."""
         return self._routes[replica].condition.weight_version
 

@@ -7,8 +7,9 @@ The trainer names a `required_version` when a step begins.  With the staleness b
 
 so that one that has already taken the next version may go on serving the job.
 
-A version nobody has announced is never in the window: what such weights are is unknown.  A turn may ask
-for a higher floor (`version_min`), never for a lower one.
+A version nobody has announced is never in the window: what such weights are is unknown.  A replica may run a
+version that it does not tell: only jobs that say so run on it.  A turn may ask for a higher floor
+(`version_min`), never for a lower one.
 """
 
 from __future__ import annotations
@@ -23,9 +24,13 @@ class VersionWindow(NamedTuple):
 
     floor: int
     ceiling: int
+    unknown_ok: bool = False
+    """A version that is not known will do."""
 
-    def admits(self, version: int, version_min: int | None = None) -> bool:
+    def admits(self, version: int | None, version_min: int | None = None) -> bool:
         """Whether a replica on `version` may run a turn that asks for at least `version_min`."""
+        if version is None:
+            return self.unknown_ok and version_min is None
         floor = self.floor if version_min is None else max(self.floor, version_min)
         return floor <= version <= self.ceiling
 
@@ -43,16 +48,19 @@ class VersionWish(NamedTuple):
         parts = (("at least", self.minimum), ("exactly", self.exact))
         return " and ".join(f"{word} {version}" for word, version in parts if version is not None)
 
-    def admits(self, version: int) -> bool:
+    def admits(self, version: int | None) -> bool:
         """Whether a replica on `version` will do."""
+        if version is None:
+            return not self
         return (self.minimum is None or version >= self.minimum) and self.exact in {None, version}
 
 
 class JobVersions:
     """One job's published and required versions."""
 
-    def __init__(self, staleness_max: int) -> None:
+    def __init__(self, staleness_max: int, unknown_ok: bool = False) -> None:
         self.staleness_max = staleness_max
+        self.unknown_ok = unknown_ok
         self.required = WeightVersion(0)
         self.latest = WeightVersion(0)
         """Highest version published or required so far."""
@@ -63,7 +71,7 @@ class JobVersions:
     def window(self) -> VersionWindow:
         """The versions that are fit now."""
         ceiling = self.latest if self.staleness_max else self.required
-        return VersionWindow(self.required - self.staleness_max, ceiling)
+        return VersionWindow(self.required - self.staleness_max, ceiling, self.unknown_ok)
 
     def publish(self, version: WeightVersion) -> bool:
         """The trainer committed `version`; False if that was known or overtaken."""

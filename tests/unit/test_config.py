@@ -77,6 +77,7 @@ def test_the_templates_replica_loads_once_uncommented() -> None:
         ({"scheduler": {"lease_min_s": -1}}, "scheduler.lease_min_s"),
         ({"scheduler": {"stall_timeout_ms": 500}}, "scheduler.stall_timeout_ms"),
         ({"relay": {"host": "0.0.0.0"}}, "relay.host"),
+        ({"scheduler": {"workers": ["10.0.0.1:8000"]}}, "scheduler.workers"),
         ({"relay": {"url": "127.0.0.1:7702"}}, "relay.url"),
         ({"serving": {"url": "http://127.0.0.1:port"}}, "serving.url"),
         ({"serving": {"url": "http://[::1"}}, "serving.url"),

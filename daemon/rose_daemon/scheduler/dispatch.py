@@ -28,7 +28,16 @@ from rose_daemon.scheduler.requests import Dialect
 from rose_daemon.scheduler.seam import SpecialTokens, text_after, text_so_far
 from rose_daemon.scheduler.telemetry import Telemetry
 from rose_daemon.scheduler.turns import Attempt, Cancelled, Outcome, Turn, TurnBook
-from rose_daemon.scheduler.upstream import AttemptEnd, Call, Finished, Interrupted, Rejected, Upstream
+from rose_daemon.scheduler.upstream import (
+    SGLANG,
+    VLLM,
+    AttemptEnd,
+    Call,
+    Finished,
+    Interrupted,
+    Rejected,
+    Upstream,
+)
 
 KEEP_ALIVE_S = 15.0
 """A stream without output for this long gets a comment, so that proxies do not take it for dead."""
@@ -175,13 +184,16 @@ class Dispatcher:
     async def _call(self, turn: Turn, attempt: Attempt, report: ReplicaReport) -> AttemptEnd:
         request = turn.request
         name = f"{turn.turn_id}-{attempt.number}"
+        if report.engine == SGLANG and request.asks is Dialect.CHAT and request.return_token_ids:
+            text = "SGLang, where this turn would run, shows no token ids of a chat"
+            return Rejected(Failure(400, "unsupported", text, "return_token_ids"))
         if not attempt.first_token:
             body = request.first_body(report.model, self._cache_salt(turn.job))
             if request.tokens_max is None and request.asks is Dialect.COMPLETION:
                 # vLLM's dialect leaves the rest of the context to a request that names no limit; a
                 # completion does not.
                 body["max_tokens"] = max(1, await self._context(report) - request.prompt_tokens)
-            call = Call(report.url, request.asks, body, name, request.choices)
+            call = Call(report.url, request.asks, body, name, request.choices, report.engine)
             return await self._upstream.attempt(call, partial(self._take, turn, attempt))
         choice = turn.choices[0]
         assert choice.prompt_token_ids is not None, f"{turn.key} resumes without its prompt"
@@ -191,7 +203,7 @@ class Dispatcher:
             return Finished(None)
         salt = self._cache_salt(turn.job)
         body = request.resumed_body(report.model, choice.prompt_token_ids, choice.token_ids, left, salt)
-        call = Call(report.url, Dialect.COMPLETION, body, name, 1)
+        call = Call(report.url, Dialect.COMPLETION, body, name, 1, report.engine)
         return await self._upstream.attempt(call, partial(self._take_resumed, turn, attempt, report))
 
     async def _tokens_left(self, turn: Turn, report: ReplicaReport) -> int:
@@ -208,14 +220,15 @@ class Dispatcher:
     async def _take(self, turn: Turn, attempt: Attempt, pieces: list[Piece]) -> None:
         if turn.attempt is not attempt:
             return  # stopped while its last chunk was on the way
-        tokens = sum(len(piece.token_ids) for piece in pieces)
+        tokens = sum(piece.tokens for piece in pieces)
         now_s = time.monotonic()
         turn.add(pieces, now_s)
         if not tokens:
             return
         if (report := self._replica(attempt.replica)) is not None:
             turn.note_version(report.weight_version)
-        if turn.token_count == tokens:
+        if not turn.began:
+            turn.began = True
             self._telemetry.first_token(now_s - turn.arrived_s)
         attempt.tokens += tokens
         self._telemetry.tokens(attempt.replica, tokens)
@@ -232,7 +245,7 @@ class Dispatcher:
             piece.prompt_token_ids = None
             if request.dialect is Dialect.CHAT and piece.logprobs is not None:
                 piece.logprobs = [in_chat_form(entry, request.logprobs or 0) for entry in piece.logprobs]
-            if attempt.seam_open and piece.text:
+            if attempt.seam_open and piece.text and report.engine == VLLM:
                 piece.text = await self._joined_text(turn, report, piece)
                 attempt.seam_open = False
         await self._take(turn, attempt, pieces)
@@ -257,6 +270,8 @@ class Dispatcher:
         match end:
             case Finished(usage=usage):
                 turn.usage = usage
+                if not turn.token_count and usage is not None:
+                    attempt.tokens = int(usage.get("completion_tokens", attempt.tokens))
                 turn.close_attempt("finished")
                 self._finish(turn, attempt)
             case Rejected(failure=failure):
@@ -278,7 +293,7 @@ class Dispatcher:
         log.info(
             "turn_interrupted", turn=turn.key, replica=attempt.replica, reason=reason, tokens=attempt.tokens
         )
-        restart = turn.restart_reason if turn.token_count else ""
+        restart = turn.restart_reason if turn.has_output else ""
         if restart and turn.shown:
             text = f"the stream was cut ({reason}) and cannot be continued because of `{restart}`"
             self._fail(turn, Failure(502, "stream_cut", text, restart))

@@ -8,7 +8,7 @@ ROSE moves weights through its relay and decides on memory itself.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 from typing import Any
 
@@ -17,12 +17,14 @@ from aiohttp import web
 
 import rose
 from rose.core.cluster_view import JobView, ReplicaView
+from rose.errors import NotReady
 from rose.units import JobId, WeightVersion
 from rose_daemon.scheduler.dialects import fields
 from rose_daemon.scheduler.dispatch import Dispatcher
 from rose_daemon.scheduler.errors import Failure, Refused, Shape, bad_request
 from rose_daemon.scheduler.identity import header_name
 from rose_daemon.scheduler.jobs import JobDesk
+from rose_daemon.scheduler.output import version_label
 from rose_daemon.scheduler.turns import Turn
 
 _VLLM_PAUSES = frozenset({"abort", "wait", "keep"})
@@ -42,14 +44,23 @@ SGLANG_REFUSED = (
 
 
 class FleetApi:
-    """Handlers.  `view` shows a job as the machine sees it, None if it is not running."""
+    """Handlers.
+
+    `view` shows a job as the machine sees it, None if it is not running; `flush` empties the caches of
+    engines that know no salt, and may raise NotReady.
+    """
 
     def __init__(
-        self, desk: JobDesk, dispatcher: Dispatcher, view: Callable[[JobId], JobView | None]
+        self,
+        desk: JobDesk,
+        dispatcher: Dispatcher,
+        view: Callable[[JobId], JobView | None],
+        flush: Callable[[], Awaitable[None]],
     ) -> None:
         self._desk = desk
         self._dispatcher = dispatcher
         self._view = view
+        self._flush = flush
 
     def routes(self) -> list[tuple[web.RouteDef, Shape]]:
         """All endpoints, with the shape of their errors."""
@@ -194,6 +205,10 @@ class FleetApi:
     async def flush_cache(self, http: web.Request) -> web.Response:
         """SGLang's /flush_cache: turns from now on match no prefix from before."""
         self._desk.flush(self._job(http))
+        try:
+            await self._flush()
+        except NotReady as error:
+            raise Refused(Failure(HTTPStatus.SERVICE_UNAVAILABLE, "not_flushed", str(error))) from None
         return web.Response(text="Cache flushed.\n")
 
     async def health_generate(self, http: web.Request) -> web.Response:
@@ -267,7 +282,8 @@ def _number(value: Any, name: str) -> WeightVersion:
 def _version(view: JobView) -> str:
     """The oldest version that the job's replicas run: the fleet has reached at least that one."""
     held = [replica.weight_version for replica in view.replicas]
-    return str(min(held, default=view.required_version))
+    known = [version for version in held if version is not None]
+    return version_label(None if len(known) < len(held) else min(known, default=view.required_version))
 
 
 def _versions(view: JobView) -> dict[str, Any]:

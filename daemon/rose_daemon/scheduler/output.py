@@ -49,6 +49,11 @@ class Piece(msgspec.Struct):
     stop_reason: int | str | None = None
     prompt_token_ids: list[int] | None = None
 
+    @property
+    def tokens(self) -> int:
+        """How many; of an engine that shows no ids only whether there were any."""
+        return len(self.token_ids) or bool(self.text)
+
 
 class Choice(msgspec.Struct):
     """All output of one choice so far."""
@@ -99,8 +104,9 @@ class Answer(msgspec.Struct):
     usage: dict[str, Any]
     replica: ReplicaId
     attempts: list[AttemptRecord]
-    weight_versions: list[tuple[int, int, WeightVersion]]
-    """(first, last, version): output tokens `first` to `last` were sampled from that version."""
+    weight_versions: list[tuple[int, int, WeightVersion | None]]
+    """(first, last, version): output tokens `first` to `last` were sampled from that version, None if the
+    replica did not tell it."""
 
     @property
     def aborted(self) -> bool:
@@ -192,6 +198,11 @@ def token_id_of(token: str) -> int | None:
     """The id in `token_id:<id>`, which engines write where asked to, in place of a text."""
     name, _, number = token.partition(":")
     return int(number) if name == "token_id" and number.isdecimal() else None
+
+
+def version_label(version: int | None) -> str:
+    """A weight version as vLLM and SGLang show it: a text."""
+    return "unknown" if version is None else str(version)
 
 
 def _utf8(text: str) -> list[int]:

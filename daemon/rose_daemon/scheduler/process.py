@@ -18,12 +18,21 @@ from aiohttp import web
 
 from rose.config import SchedulerConfig
 from rose.config_rules import is_loopback
-from rose.core.effects import ClusterEffect, DispatchTurn, FailTurn, StopTurn
+from rose.core.effects import (
+    ClusterEffect,
+    DispatchTurn,
+    FailTurn,
+    GrantLease,
+    RevokeLease,
+    StopTurn,
+    TellStep,
+)
 from rose.errors import ConfigError, RoseError
 from rose.secret import read_secret
 from rose.units import JobId
 from rose_daemon import sdnotify
 from rose_daemon.curve import require_private
+from rose_daemon.scheduler import workers
 from rose_daemon.scheduler.dispatch import Dispatcher
 from rose_daemon.scheduler.driver import ClusterDriver, settings_of
 from rose_daemon.scheduler.fleet import FleetApi
@@ -36,6 +45,8 @@ from rose_daemon.scheduler.store import Store
 from rose_daemon.scheduler.telemetry import Gauges, Telemetry
 from rose_daemon.scheduler.turns import Turn
 from rose_daemon.scheduler.upstream import Upstream
+from rose_daemon.scheduler.worker_api import WorkerApi
+from rose_daemon.scheduler.workers import Workers
 
 _SHUTDOWN_S = 3.0
 _LINGER_S = 1.0
@@ -86,15 +97,19 @@ class Scheduler:
             self.store.close()
             raise
         self.desk = JobDesk(self.store, self.driver.feed)
+        self.upstream = Upstream()
         self.dispatcher = Dispatcher(
             feed=self.driver.feed,
             replica=self.driver.machine.replica,
             keep=self._keep,
             cache_salt=self.desk.cache_salt,
-            upstream=Upstream(),
+            upstream=self.upstream,
             telemetry=self.telemetry,
         )
-        self.driver.connect(self._perform_on_turns, self.nodes.perform)
+        self.workers = Workers(
+            config.workers, self.id, store=self.store, upstream=self.upstream, feed=self.driver.feed
+        )
+        self.driver.connect(self._perform_on_turns, self._perform_on_nodes)
         self.driver.restore()
         self._runner: web.AppRunner | None = None
         self._serving: asyncio.Task[None] | None = None
@@ -104,7 +119,7 @@ class Scheduler:
         """Serve nodes and clients from now on.  Raises RoseError when the gateway's port cannot be had."""
         self._serving = asyncio.create_task(self._serve())
         gateway = Gateway(self.desk, self.dispatcher, self.store)
-        fleet = FleetApi(self.desk, self.dispatcher, self.driver.machine.job_view)
+        fleet = FleetApi(self.desk, self.dispatcher, self.driver.machine.job_view, self.workers.flush)
         sources = Sources(
             job=self._job,
             status=self.status,
@@ -115,7 +130,7 @@ class Scheduler:
         )
         app = build_app(
             gateway,
-            fleet,
+            [*fleet.routes(), *WorkerApi(self.workers).routes()],
             ControlApi(self.desk, sources),
             token=self._token,
             body_bytes_max=self._config.body_bytes_max,
@@ -176,6 +191,7 @@ class Scheduler:
             group.create_task(self.nodes.run())
             group.create_task(self.driver.run())
             group.create_task(self.dispatcher.keep_streams_alive())
+            group.create_task(self.workers.run())
 
     def _job(self, job: JobId) -> dict[str, Any] | None:
         view = self.driver.machine.job_view(job)
@@ -201,6 +217,11 @@ class Scheduler:
             case _:
                 raise AssertionError(f"not an effect on turns: {effect!r}")
 
+    def _perform_on_nodes(self, effect: ClusterEffect) -> None:
+        # Engines that ROSE does not manage are told nothing: to the machine they are a node, to ZMQ not.
+        if isinstance(effect, (TellStep, GrantLease, RevokeLease)) and effect.node != workers.NODE:
+            self.nodes.perform(effect)
+
     def _gauges(self) -> Gauges:
         view = self.driver.machine.view(time.monotonic_ns())
         counts = self.dispatcher.book.snapshot()
@@ -218,7 +239,9 @@ class Scheduler:
                 key: float(replica.turns_in_flight) for key, replica in by_replica.items()
             },
             ("rose_replica_weight_version", "Weight version as last reported"): {
-                key: float(replica.weight_version) for key, replica in by_replica.items()
+                key: float(replica.weight_version)
+                for key, replica in by_replica.items()
+                if replica.weight_version is not None
             },
             ("rose_replica_eligible", "1 if the replica takes turns of its job now"): {
                 key: float(replica.eligible) for key, replica in by_replica.items()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from http import HTTPStatus
 from typing import Annotated, Any, NamedTuple, TypeVar
 
@@ -16,7 +16,6 @@ from aiohttp.typedefs import Handler, Middleware
 from rose.core.events import JobSubmitted, ReplicaDrainRequested
 from rose.units import JobId, ReplicaId, WeightVersion
 from rose_daemon.scheduler.errors import Failure, Refused, Shape, bad_request, not_found
-from rose_daemon.scheduler.fleet import FleetApi
 from rose_daemon.scheduler.gateway import Gateway
 from rose_daemon.scheduler.jobs import JobDesk
 from rose_daemon.scheduler.requests import Dialect
@@ -50,6 +49,7 @@ class JobBody(msgspec.Struct, forbid_unknown_fields=True):
     n_serving_max: int = 1
     staleness_max: int = 0
     trajectories_per_replica_max: int = 16
+    unknown_version_ok: bool = False
 
 
 class StepBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -101,6 +101,7 @@ class ControlApi:
             body.n_serving_max,
             body.staleness_max,
             body.trajectories_per_replica_max,
+            body.unknown_version_ok,
         )
         created = self._desk.submit(spec)
         return self._job(spec.job, HTTPStatus.CREATED if created else HTTPStatus.OK)
@@ -179,10 +180,14 @@ class ControlApi:
 
 
 def build_app(
-    gateway: Gateway, fleet: FleetApi, control: ControlApi, *, token: str, body_bytes_max: int
+    gateway: Gateway,
+    shaped: Sequence[tuple[web.RouteDef, Shape]],
+    control: ControlApi,
+    *,
+    token: str,
+    body_bytes_max: int,
 ) -> web.Application:
-    """The application; an empty `token` asks clients for none."""
-    shaped = fleet.routes()
+    """The application, with routes of engines' own dialects; an empty `token` asks clients for none."""
     shapes = {route.path: shape for route, shape in shaped}
     shapes |= {dialect.path: shape for dialect, shape in SHAPES.items()}
     app = web.Application(
@@ -228,7 +233,7 @@ def _errors(shapes: Mapping[str, Shape]) -> Middleware:
                 raise
             code = error.reason.lower().replace(" ", "_")
             failure = Failure(error.status, code, f"{request.method} {request.path}: {error.reason}")
-        response = _json(failure.document(shapes.get(request.path, Shape.OPENAI)), failure.status)
+        response = _json(failure.document(shapes.get(_pattern(request), Shape.OPENAI)), failure.status)
         response.headers["x-rose-error"] = failure.code
         if failure.status in _TRY_AGAIN or failure.code == "version_unavailable":
             response.headers["Retry-After"] = "1"
@@ -237,6 +242,12 @@ def _errors(shapes: Mapping[str, Shape]) -> Middleware:
         return response
 
     return answer
+
+
+def _pattern(request: web.Request) -> str:
+    """The path as it was registered."""
+    resource = request.match_info.route.resource
+    return request.path if resource is None else resource.canonical
 
 
 def _authentication(token: str) -> Middleware:

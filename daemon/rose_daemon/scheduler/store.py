@@ -42,6 +42,7 @@ CREATE TABLE IF NOT EXISTS answers (
     seq INTEGER PRIMARY KEY AUTOINCREMENT, job TEXT NOT NULL, turn TEXT NOT NULL, digest TEXT NOT NULL,
     body BLOB NOT NULL, trajectory TEXT NOT NULL DEFAULT '', UNIQUE (job, turn)
 ) STRICT;
+CREATE TABLE IF NOT EXISTS workers (url TEXT PRIMARY KEY, model TEXT NOT NULL) STRICT;
 CREATE TABLE IF NOT EXISTS journal (
     seq INTEGER PRIMARY KEY AUTOINCREMENT, boot INTEGER NOT NULL, now_ns INTEGER NOT NULL,
     event BLOB NOT NULL, effects BLOB NOT NULL
@@ -193,6 +194,20 @@ class Store:
         self._answers, self._answer_bytes = self._db.execute(
             "SELECT count(*), coalesce(sum(length(body)), 0) FROM answers"
         ).fetchone()
+
+    # ---- workers -----------------------------------------------------------------------------------
+
+    def workers(self) -> dict[str, str]:
+        """URL -> model of the engines that were registered, in order."""
+        return dict(self._db.execute("SELECT url, model FROM workers ORDER BY rowid"))
+
+    def put_worker(self, url: str, model: str) -> None:
+        """Remember an engine."""
+        self._db.execute("INSERT OR REPLACE INTO workers VALUES (?, ?)", (url, model))
+
+    def delete_worker(self, url: str) -> None:
+        """Forget an engine."""
+        self._db.execute("DELETE FROM workers WHERE url=?", (url,))
 
     # ---- answers -----------------------------------------------------------------------------------
 

@@ -32,11 +32,13 @@ Outcome = Answer | Failure | Cancelled
 class Attempt:
     """One try of a turn on one replica."""
 
-    def __init__(self, replica: ReplicaId, number: int, version: WeightVersion, first_token: int) -> None:
+    def __init__(
+        self, replica: ReplicaId, number: int, version: WeightVersion | None, first_token: int
+    ) -> None:
         self.replica = replica
         self.number = number
         self.version = version
-        """Weights that the replica runs, as last reported."""
+        """Weights that the replica runs, as last reported; None if that is not known."""
         self.first_token = first_token
         """Output tokens kept from earlier attempts."""
         self.tokens = 0
@@ -80,12 +82,14 @@ class Turn:
         """Tokens that came without text."""
         self.usage: dict[str, Any] | None = None
         self.attempts: list[AttemptRecord] = []
-        self.weight_versions: list[tuple[int, int, WeightVersion]] = []
+        self.weight_versions: list[tuple[int, int, WeightVersion | None]] = []
         self.attempt: Attempt | None = None
         self.shown = False
         """A client has been shown tokens: they cannot be taken back."""
         self.outcome: Outcome | None = None
         self.readers = 0
+        self.began = False
+        """Its first token has come."""
         self.idle = False
         """Nothing has come for a while, and the reader has not told its client yet."""
         self.changed_s = now_s
@@ -95,6 +99,11 @@ class Turn:
     def token_count(self) -> int:
         """Output tokens kept, over all choices."""
         return sum(len(choice.token_ids) for choice in self.choices)
+
+    @property
+    def has_output(self) -> bool:
+        """Whether any output is kept."""
+        return any(choice.token_ids or choice.text for choice in self.choices)
 
     @property
     def replica(self) -> ReplicaId | None:
@@ -153,7 +162,7 @@ class Turn:
         self._close_span(attempt)
         self.attempt = None
 
-    def note_version(self, version: WeightVersion) -> None:
+    def note_version(self, version: WeightVersion | None) -> None:
         """The replica of the present attempt reports `version`: tokens from here on are of that one.
 
         Exact to one report of its node, which sends one at once when a version changes.
@@ -215,7 +224,7 @@ class Turn:
 
     def _usage(self) -> dict[str, Any]:
         """The engine's own count for a turn of one attempt, else what was counted here."""
-        if self.usage is not None and len(self.attempts) == 1:
+        if self.usage is not None and (len(self.attempts) == 1 or not self.token_count):
             return self.usage
         # Prompts of a batch are counted by the engine only, and a batch never resumes.
         prompt_tokens = len(self.choices[0].prompt_token_ids or ())

@@ -6,22 +6,28 @@ Streaming is what lets a turn survive: whatever ends the attempt, the tokens rec
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
+from typing import Any, Protocol
 
 import aiohttp
 import msgspec
 
 from rose.errors import NotReady
+from rose_daemon.scheduler import sglang_engine
 from rose_daemon.scheduler.errors import Failure
 from rose_daemon.scheduler.output import ABORTED, Piece, read_chunk
-from rose_daemon.scheduler.requests import Dialect
+from rose_daemon.scheduler.requests import Dialect, neutral
 
 CONNECT_TIMEOUT_S = 5.0
 SIDE_CALL_TIMEOUT_S = 30.0
 """For /detokenize and /v1/models, which an engine answers without its scheduler."""
 EVENT_BYTES_MAX = 32 << 20
+_REFUSAL_BYTES_MAX = 1 << 20
 _REFUSALS = frozenset({400, 401, 403, 404, 405, 413, 415, 422})
 """Statuses that say something about the request itself; another replica would answer the same."""
+
+
+VLLM, SGLANG = "vllm", "sglang"
+"""Whose API a replica speaks."""
 
 
 class Garbage(Exception):
@@ -60,6 +66,8 @@ class Call(msgspec.Struct, frozen=True):
     request_id: str
     """Names the attempt in the engine's log."""
     choices: int
+    engine: str = VLLM
+    """Whose API the replica speaks."""
 
 
 AttemptEnd = Finished | Interrupted | Rejected
@@ -84,15 +92,21 @@ class Upstream:
         Cancelling it closes the connection, by which vLLM aborts the request.  `on_pieces` may raise
         NotReady when it cannot go on (its own call to the engine failed); so does this then.
         """
+        path, body = call.dialect.path, call.body
+        translates = call.engine == SGLANG and call.dialect is Dialect.COMPLETION
+        if translates:
+            if name := sglang_engine.untranslatable(body, neutral):
+                text = f"`{name}` has no counterpart in SGLang, where this turn would run"
+                return Rejected(Failure(400, "unsupported", text, name))
+            path, body = sglang_engine.PATH, sglang_engine.generate_body(body)
         try:
             async with self._session.post(
-                call.url + call.dialect.path,
-                data=msgspec.json.encode(call.body),
-                headers=_headers(call.request_id),
+                call.url + path, data=msgspec.json.encode(body), headers=_headers(call.request_id)
             ) as response:
                 if response.status != 200:
                     return await _refusal(response)
-                return await _read_stream(response, call, on_pieces)
+                reader = sglang_engine.Reader(call.body) if translates else OpenAiReader(call.dialect)
+                return await _read_stream(response, call.choices, reader, on_pieces)
         except (TimeoutError, aiohttp.ClientError, ConnectionError) as error:
             return Interrupted(_connection_reason(error))
 
@@ -112,7 +126,19 @@ class Upstream:
             raise NotReady(f"{url}/v1/models names no max_model_len")
         return lengths[0]
 
-    async def _side_call(self, method: str, url: str, body: dict[str, Any] | None) -> dict[str, Any]:
+    async def get(self, url: str) -> None:
+        """GET that has to answer 200.  Raises NotReady."""
+        await self._fetch("GET", url, None)
+
+    async def post(self, url: str) -> None:
+        """POST without a body that has to answer 200.  Raises NotReady."""
+        await self._fetch("POST", url, None)
+
+    async def get_json(self, url: str) -> dict[str, Any]:
+        """GET that has to answer 200 with a JSON object.  Raises NotReady."""
+        return await self._side_call("GET", url, None)
+
+    async def _fetch(self, method: str, url: str, body: dict[str, Any] | None) -> bytes:
         timeout = aiohttp.ClientTimeout(total=SIDE_CALL_TIMEOUT_S)
         try:
             async with self._session.request(method, url, json=body, timeout=timeout) as response:
@@ -121,10 +147,46 @@ class Upstream:
                     raise NotReady(f"{url} answered {response.status}")
         except (TimeoutError, aiohttp.ClientError, ConnectionError) as error:
             raise NotReady(f"{url}: {error}") from None
+        return data
+
+    async def _side_call(self, method: str, url: str, body: dict[str, Any] | None) -> dict[str, Any]:
+        data = await self._fetch(method, url, body)
         try:
             return msgspec.json.decode(data, type=dict[str, Any])
         except msgspec.DecodeError as error:
             raise NotReady(f"{url}: {error}") from None
+
+
+class Reader(Protocol):
+    """Understands the chunks of one engine's stream."""
+
+    def read(self, chunk: dict[str, Any]) -> list[Piece]:
+        """The pieces in a chunk.
+
+        Raises KeyError, TypeError, AttributeError or ValueError for one of another shape.
+        """
+        ...
+
+    def usage(self) -> dict[str, Any] | None:
+        """The engine's count of tokens, once it told."""
+        ...
+
+
+class OpenAiReader:
+    """vLLM's streams, and SGLang's of chats."""
+
+    def __init__(self, dialect: Dialect) -> None:
+        self._dialect = dialect
+        self._usage: dict[str, Any] | None = None
+
+    def read(self, chunk: dict[str, Any]) -> list[Piece]:
+        """As `Reader`."""
+        self._usage = chunk.get("usage") or self._usage
+        return read_chunk(self._dialect, chunk)
+
+    def usage(self) -> dict[str, Any] | None:
+        """As `Reader`."""
+        return self._usage
 
 
 def _headers(request_id: str) -> dict[str, str]:
@@ -138,7 +200,7 @@ def _connection_reason(error: Exception) -> str:
 async def _refusal(response: aiohttp.ClientResponse) -> AttemptEnd:
     if response.status not in _REFUSALS:
         return Interrupted(f"engine_status_{response.status}")
-    data = await response.content.read(1 << 20)
+    data = await _up_to(response.content, _REFUSAL_BYTES_MAX)
     try:
         body = msgspec.json.decode(data, type=dict[str, Any])
     except msgspec.DecodeError:
@@ -148,50 +210,57 @@ async def _refusal(response: aiohttp.ClientResponse) -> AttemptEnd:
     return Rejected(Failure(response.status, "engine_refused", f"the engine refused: {text}", body=passed_on))
 
 
-async def _read_stream(response: aiohttp.ClientResponse, call: Call, on_pieces: OnPieces) -> AttemptEnd:
-    open_choices = set(range(call.choices))
-    usage: dict[str, Any] | None = None
+async def _up_to(content: aiohttp.StreamReader, bytes_max: int) -> bytes:
+    """All of a body, or its beginning: a single read answers whatever has arrived so far."""
+    data = bytearray()
+    while len(data) < bytes_max and (block := await content.read(bytes_max - len(data))):
+        data += block
+    return bytes(data)
+
+
+async def _read_stream(
+    response: aiohttp.ClientResponse, choices: int, reader: Reader, on_pieces: OnPieces
+) -> AttemptEnd:
+    open_choices = set(range(choices))
     try:
         async for data in _events(response.content):
             if data == b"[DONE]":
                 break
-            chunk = _parse(call, data)
-            if chunk.error is not None:
-                return _stream_error(chunk.error)
-            aborted = next((piece for piece in chunk.pieces if piece.finish_reason == ABORTED), None)
+            document = _document(data)
+            if isinstance(error := document.get("error"), dict):
+                return _stream_error(error)
+            pieces = _pieces(reader, document, choices)
+            aborted = next((piece for piece in pieces if piece.finish_reason == ABORTED), None)
             if aborted is not None:
                 reason = str(aborted.stop_reason or "aborted_by_engine")
                 aborted.finish_reason = aborted.stop_reason = None
-                await on_pieces(chunk.pieces)
+                await on_pieces(pieces)
                 return Interrupted(reason, failed=False)
-            open_choices -= {piece.index for piece in chunk.pieces if piece.finish_reason is not None}
-            usage = chunk.usage or usage
-            await on_pieces(chunk.pieces)
+            open_choices -= {piece.index for piece in pieces if piece.finish_reason is not None}
+            await on_pieces(pieces)
     except (TimeoutError, aiohttp.ClientError, ConnectionError):
         # A stream cut after its last token is a finished one.
-        return Finished(usage) if not open_choices else Interrupted("connection_lost")
+        return Finished(reader.usage()) if not open_choices else Interrupted("connection_lost")
     except Garbage:
         return Interrupted("engine_garbage")
-    return Finished(usage) if not open_choices else Interrupted("stream_ended_early")
+    return Finished(reader.usage()) if not open_choices else Interrupted("stream_ended_early")
 
 
-class _Chunk(msgspec.Struct, frozen=True):
-    pieces: list[Piece]
-    usage: dict[str, Any] | None
-    error: dict[str, Any] | None
-
-
-def _parse(call: Call, data: bytes) -> _Chunk:
+def _document(data: bytes) -> dict[str, Any]:
     try:
-        document = msgspec.json.decode(data, type=dict[str, Any])
-        if isinstance(error := document.get("error"), dict):
-            return _Chunk([], None, error)
-        pieces = read_chunk(call.dialect, document)
-        if any(not 0 <= piece.index < call.choices for piece in pieces):
-            raise Garbage("a choice that was not asked for")
-        return _Chunk(pieces, document.get("usage"), None)
-    except (msgspec.DecodeError, KeyError, TypeError, AttributeError, ValueError) as error:
+        return msgspec.json.decode(data, type=dict[str, Any])
+    except msgspec.DecodeError as error:
         raise Garbage(str(error)) from None
+
+
+def _pieces(reader: Reader, document: dict[str, Any], choices: int) -> list[Piece]:
+    try:
+        pieces = reader.read(document)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise Garbage(str(error)) from None
+    if any(not 0 <= piece.index < choices for piece in pieces):
+        raise Garbage("a choice that was not asked for")
+    return pieces
 
 
 def _stream_error(error: dict[str, Any]) -> AttemptEnd:

@@ -10,7 +10,7 @@ from typing import Any
 
 from rose_daemon.scheduler.dialects import fields
 from rose_daemon.scheduler.errors import bad_request
-from rose_daemon.scheduler.output import Answer, Choice, Piece, TokenLogprob, token_id_of
+from rose_daemon.scheduler.output import Answer, Choice, Piece, TokenLogprob, token_id_of, version_label
 from rose_daemon.scheduler.requests import Dialect, Request, SglangView, neutral, restart_reason
 
 TOKENS_DEFAULT = 128
@@ -200,7 +200,9 @@ class ChunkWriter:
         choice.add(piece)
         if piece.finish_reason is not None:
             return []
-        meta = _meta(self._view, self._turn_id, piece.index, choice) | {"weight_version": _label(version)}
+        meta = _meta(self._view, self._turn_id, piece.index, choice) | {
+            "weight_version": version_label(version)
+        }
         return [self._numbered(piece.index, _shown(choice, meta))]
 
     def last(self, answer: Answer) -> list[dict[str, Any]]:
@@ -221,7 +223,7 @@ def _view(request: Request) -> SglangView:
 
 def _output(answer: Answer, view: SglangView, index: int, choice: Choice) -> dict[str, Any]:
     version = answer.weight_versions[-1][2] if answer.weight_versions else None
-    meta = _meta(view, answer.turn_id, index, choice) | {"weight_version": _label(version)}
+    meta = _meta(view, answer.turn_id, index, choice) | {"weight_version": version_label(version)}
     if choice.prompt_token_ids is None and len(answer.choices) == 1:
         meta["prompt_tokens"] = answer.usage.get("prompt_tokens")
     if (cached := _cached_tokens(answer)) is not None:
@@ -277,10 +279,6 @@ def _finish_reason(choice: Choice) -> dict[str, Any] | None:
             return {"type": "abort", "message": text, "status_code": None, "err_type": None}
         case other:
             return {"type": other}
-
-
-def _label(version: int | None) -> str | None:
-    return None if version is None else str(version)
 
 
 def _cached_tokens(answer: Answer) -> int | None:

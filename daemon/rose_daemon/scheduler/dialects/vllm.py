@@ -12,7 +12,15 @@ from typing import Any
 from rose_daemon.scheduler.dialects import fields
 from rose_daemon.scheduler.dialects.openai import chat_logprobs
 from rose_daemon.scheduler.errors import bad_request
-from rose_daemon.scheduler.output import Answer, Choice, Piece, TokenLogprob, in_chat_form, token_id_of
+from rose_daemon.scheduler.output import (
+    Answer,
+    Choice,
+    Piece,
+    TokenLogprob,
+    in_chat_form,
+    token_id_of,
+    version_label,
+)
 from rose_daemon.scheduler.requests import Dialect, GenerateView, Request, neutral, restart_reason
 
 _SAMPLING_DEFAULTS: dict[str, Any] = {
@@ -234,9 +242,9 @@ def _spans(answer: Answer, choice: Choice) -> list[dict[str, Any]] | None:
     versions = {version for *_, version in answer.weight_versions}
     if len(answer.choices) == 1:
         return [
-            {"version": str(version), "start": first, "end": last + 1}
+            {"version": version_label(version), "start": first, "end": last + 1}
             for first, last, version in answer.weight_versions
         ]
     if len(versions) == 1:
-        return [{"version": str(versions.pop()), "start": 0, "end": len(choice.token_ids)}]
+        return [{"version": version_label(versions.pop()), "start": 0, "end": len(choice.token_ids)}]
     return None
