@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rose.core.versions import JobVersions
+from rose.core.versions import JobVersions, VersionWindow, VersionWish
 from rose.units import WeightVersion
 
 
@@ -56,7 +56,7 @@ def test_steps_are_idempotent_and_late_ones_change_nothing() -> None:
 def test_a_trainer_rolls_back_with_a_new_step() -> None:
     made = versions(0, 7, 7)
     assert made.begin_step(2, WeightVersion(5))
-    assert made.window == (5, 5)
+    assert made.window == VersionWindow(5, 5)
     assert made.latest == 7
 
 
@@ -66,3 +66,11 @@ def test_publishing_is_idempotent_and_monotonic() -> None:
     assert not made.publish(WeightVersion(2))
     assert not made.publish(WeightVersion(1))
     assert made.latest == 2
+
+
+def test_an_unknown_version_is_fit_only_where_that_is_said() -> None:
+    assert not VersionWindow(0, 9).admits(None)
+    assert VersionWindow(0, 9, unknown_ok=True).admits(None)
+    assert VersionWish().admits(None)
+    assert not VersionWish(minimum=0).admits(None)
+    assert not VersionWish(exact=0).admits(None)
