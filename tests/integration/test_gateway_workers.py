@@ -20,7 +20,6 @@ from sglang_mock import SglangEngine, SglangState
 @pytest.fixture(autouse=True)
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers, "PROBE_S", 0.05)
-    monkeypatch.setattr(workers, "BEAT_S", 0.05)
 
 
 @contextlib.asynccontextmanager

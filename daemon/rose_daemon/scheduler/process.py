@@ -49,6 +49,7 @@ from rose_daemon.scheduler.worker_api import WorkerApi
 from rose_daemon.scheduler.workers import Workers
 
 _SHUTDOWN_S = 3.0
+_BEAT_S_MAX = 0.5
 _LINGER_S = 1.0
 """How long the rest of a refused request is read, so that its sender gets to see the answer."""
 
@@ -107,7 +108,12 @@ class Scheduler:
             telemetry=self.telemetry,
         )
         self.workers = Workers(
-            config.workers, self.id, store=self.store, upstream=self.upstream, feed=self.driver.feed
+            config.workers,
+            self.id,
+            min(_BEAT_S_MAX, config.stall_timeout_ms / 4000),
+            store=self.store,
+            upstream=self.upstream,
+            feed=self.driver.feed,
         )
         self.driver.connect(self._perform_on_turns, self._perform_on_nodes)
         self.driver.restore()

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import structlog
 
 from rose.config_rules import engine_address_fault
-from rose.core.events import ClusterEvent, NodeHeartbeat, NodeRegistered, ReplicaReport
+from rose.core.events import ClusterEvent, NodeHeartbeat, NodeLeft, NodeRegistered, ReplicaReport
 from rose.core.membership import DEDICATED, READY
 from rose.errors import NotReady
 from rose.units import NodeId, ReplicaId, WeightVersion
@@ -26,8 +26,6 @@ from rose_daemon.scheduler.upstream import SGLANG, VLLM, Upstream
 
 NODE = NodeId("external-workers")
 PROBE_S = 2.0
-BEAT_S = 0.5
-"""Period of the reports to the machine, which takes a node for dead without them."""
 UNREACHABLE = "unreachable"
 STARTING = "starting"
 _WORKERS_MAX = 4096
@@ -77,18 +75,26 @@ class Worker:
 
 
 class Workers:
-    """All of them.  `session` names this run of the scheduler."""
+    """All of them.  `name` is that of this run of the scheduler.
+
+    Towards the machine they are a node that comes with the first of them and leaves with the last; it is
+    heard every `beat_s`.
+    """
 
     def __init__(
         self,
         urls: tuple[str, ...],
-        session: str,
+        name: str,
+        beat_s: float,
         *,
         store: Store,
         upstream: Upstream,
         feed: Callable[[ClusterEvent], None],
     ) -> None:
-        self._session = session
+        self._name = name
+        self._beat_s = beat_s
+        self._sessions = 0
+        self._session = ""
         self._store = store
         self._upstream = upstream
         self._feed = feed
@@ -141,13 +147,12 @@ class Workers:
 
     async def run(self) -> None:
         """Probe and report until cancelled."""
-        self._feed(NodeRegistered(NODE, self._session, ()))
         for worker in self.all.values():
             self._watch(worker)
         try:
             while True:
                 self._beat()
-                await asyncio.sleep(BEAT_S)
+                await asyncio.sleep(self._beat_s)
         finally:
             for probe in self._probes.values():
                 probe.cancel()
@@ -193,6 +198,15 @@ class Workers:
         return {}
 
     def _beat(self) -> None:
+        if self.all and not self._session:
+            self._sessions += 1
+            self._session = f"{self._name}-{self._sessions}"
+            self._feed(NodeRegistered(NODE, self._session, ()))
+        if not self.all:
+            if self._session:
+                self._feed(NodeLeft(NODE, self._session))
+                self._session = ""
+            return
         self._sequence += 1
         # Before its first probe it is not known what an engine runs.
         reports = tuple(worker.report() for worker in self.all.values() if worker.probed is not None)
