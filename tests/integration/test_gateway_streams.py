@@ -17,6 +17,7 @@ async def test_edges_speak_the_callers_dialect(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(server, "BODY_TIMEOUT_S", 0.2)
     monkeypatch.setattr(process, "_LINGER_S", 0.05)
     secret = tmp_path / "secret"
+    secret.touch(0o600)
     secret.write_text("s3cret")
     codes = {"/v1/completions": "word", GENERATE: "status", "/generate": "status", "/pause": "status"}
     async with world(tmp_path, engines=1, job=False, body_bytes_max=1000, token_file=str(secret)) as made:
