@@ -163,6 +163,24 @@ def test_only_gated_modes_promise_budgets() -> None:
     assert (broken["exit_code"], broken["ok"]) == (Exit.SLO_BREACH, False)
 
 
+def test_what_serving_alone_breaks_too_is_not_held_against_a_mode() -> None:
+    found = measured(251)
+    for one in found.runs:
+        if one.mode is Mode.ALONE:
+            one.records = [record(number, 300.0) for number in range(100)]
+    report = reports.build(found)
+    assert report["serving_alone_broke_budgets"]
+    assert report["exit_code"] == Exit.OK, "late by itself"
+    for one in found.runs:
+        if one.mode is Mode.ROSE_STRICT:
+            one.rollout_steps = [StepRecord(1, 0, 200 * NS_PER_MS, 9)]
+    blamed = reports.build(found)
+    assert blamed["modes"]["rose-strict"]["late_by_cause"]["rollout"] == 2
+    strict = [one["cause"] for one in blamed["violations"] if one["mode"] == "rose-strict"]
+    assert strict[:2] == ["rollout", "rollout"]
+    assert blamed["exit_code"] == Exit.SLO_BREACH
+
+
 def test_the_table_fits_in_80_columns_with_all_its_headings() -> None:
     console = Console(width=80, record=True, file=io.StringIO())
     report = reports.build(measured(251))

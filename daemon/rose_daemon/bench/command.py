@@ -95,7 +95,7 @@ def coserve(
     """Serve a trace alone, and beside rollout that is gated, held back in simpler ways, or not at all.
 
     Every mode meets the same arrivals on the same pair of engines; about 25 minutes.  Exit code 5 when a
-    rose mode broke a budget for more than 0.5% of its requests.
+    rose mode broke a budget for more than 0.5% of its requests, not counting what serving alone breaks too.
     """
     # vLLM's models take seconds to make and import: not for --help.
     from rose_daemon.bench.coserve import Coserve  # noqa: PLC0415

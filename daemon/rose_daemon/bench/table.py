@@ -56,6 +56,8 @@ def _remarks(report: dict[str, Any]) -> list[str]:
         low, high = BUSY_RANGE
         share = report["serving_alone_busy_share"]
         lines.append(f"serving alone was {share:.0%} busy; between {low:.0%} and {high:.0%} was wanted")
+    if report["serving_alone_broke_budgets"]:
+        lines.append("serving alone broke its budgets too: only what rollout made late counts against it")
     if report["kv_budget_was_cut"]:
         lines.append("the machine ran short of memory: rollout's KV budget was cut, its figures are too low")
     lines += [f"{mode} was left out: {reason}" for mode, reason in report["setup"]["skipped"].items()]
