@@ -44,7 +44,7 @@ fuzz-delta: install  ## decode 200,000 damaged weight deltas under sanitizers (n
 	$(VENV)/bin/python kernels/fuzz/run.py $(ARGS)
 
 gpu-check:  ## what can be checked on a GPU; does nothing where there is none
-	@$(PYTHON) tests/gpu/check.py
+	@$(PYTHON) tests/gpu/check.py $(ARGS)
 
 install:  ## make .venv and install what ROSE runs on
 	@tools/install.sh
