@@ -61,6 +61,8 @@ class NodeConfig(_Section, frozen=True):
     """Deadline of one pull of a weight version, and of one update of an engine."""
     weights_threads: int = 2
     """Threads that decode versions."""
+    weights_keep: int = 4
+    """Newest weight versions kept on disk as they came, beside those that engines still need."""
     weights_undo_max: int = 4
     """Weight versions that can be taken back without a download; 0 keeps no copy of the checkpoint."""
     metrics_port: int = 0

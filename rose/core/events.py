@@ -82,10 +82,13 @@ class EngineExited(Event, frozen=True):
 
 
 class VersionAvailable(Event, frozen=True):
-    """The relay has a committed version for our job."""
+    """The relay has a committed version for our job; its base, if that is known."""
 
     job: JobId
     version: WeightVersion
+    base_version: WeightVersion | None = None
+    anchor: bool = False
+    """It has no base: what is before it need not be fetched."""
 
 
 class VersionStaged(Event, frozen=True):
@@ -104,6 +107,13 @@ class VersionStageFailed(Event, frozen=True):
     job: JobId
     version: WeightVersion
     reason: str
+
+
+class VersionsPruned(Event, frozen=True):
+    """This host deleted what it had staged of these versions; they may be fetched again."""
+
+    job: JobId
+    versions: tuple[WeightVersion, ...]
 
 
 class UndoReady(Event, frozen=True):
@@ -188,9 +198,9 @@ class ShutdownRequested(Event, frozen=True):
 
 NodeEvent = (
     Tick | ServingObserved | ReplicaObserved | MemoryObserved | DeviceObserved | EngineStarted | EngineReady
-    | EngineExited | VersionAvailable | VersionStaged | VersionStageFailed | UndoReady | WeightsApplied
-    | WeightsRefused | SchedulerConnected | SchedulerLost | StepBegan | ReclaimRequested | GateOverridden
-    | DrainRequested | PinRequested | ShutdownRequested
+    | EngineExited | VersionAvailable | VersionStaged | VersionStageFailed | VersionsPruned | UndoReady
+    | WeightsApplied | WeightsRefused | SchedulerConnected | SchedulerLost | StepBegan | ReclaimRequested
+    | GateOverridden | DrainRequested | PinRequested | ShutdownRequested
 )  # fmt: skip
 
 

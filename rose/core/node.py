@@ -37,6 +37,7 @@ from rose.core.events import (
     Tick,
     UndoReady,
     VersionAvailable,
+    VersionsPruned,
     VersionStaged,
     VersionStageFailed,
     WeightsApplied,
@@ -100,6 +101,8 @@ class NodeMachine:
                 effects = self._engine(event)
             case VersionAvailable() | VersionStaged() | VersionStageFailed():
                 effects = self._version(event)
+            case VersionsPruned():
+                effects = self._pruned(event)
             case UndoReady() | PinRequested():
                 effects = self._back(event)
             case WeightsApplied() | WeightsRefused():
@@ -177,8 +180,8 @@ class NodeMachine:
         if event.job != self.settings.job:
             return self._foreign_job(event.job)
         match event:
-            case VersionAvailable(version=version):
-                self.shelf.available(version)
+            case VersionAvailable(version=version, base_version=base, anchor=anchor):
+                self.shelf.available(version, base, anchor=anchor)
                 return []
             case VersionStaged(version=version, base_version=base, path=path):
                 if self.shelf.arrived(Staged(version, base, path)):
@@ -193,6 +196,13 @@ class NodeMachine:
                 return [Say("warning", "stage_failed", text, event.job)]
             case _:
                 assert_never(event)
+
+    def _pruned(self, event: VersionsPruned) -> list[NodeEffect]:
+        if event.job != self.settings.job:
+            return self._foreign_job(event.job)
+        for version in event.versions:
+            self.shelf.pruned(version)
+        return []
 
     def _back(self, event: UndoReady | PinRequested) -> list[NodeEffect]:
         if event.job != self.settings.job:
@@ -360,6 +370,13 @@ class NodeMachine:
         """
         share = self._serving.view(self._now_ns).kv_used_share
         return tuple(hosted.report(share) for hosted in self.replicas.values())
+
+    @property
+    def oldest_held(self) -> WeightVersion | None:
+        """The lowest version that a running engine holds; None where one is starting, or none runs."""
+        phases = {hosted.life.phase for hosted in self.replicas.values()}
+        running = [each.life.held for each in self.replicas.values() if each.life.phase is Phase.RUNNING]
+        return None if Phase.STARTING in phases else min(running, default=None)
 
     def view(self) -> NodeView:
         """What `rose status` shows, as of the latest step."""

@@ -51,6 +51,8 @@ class VersionShelf:
         self._staged: dict[WeightVersion, Staged] = {}
         self._by_base: dict[WeightVersion | None, list[WeightVersion]] = {}
         """Staged versions in order, by what they are built on: a chain is followed at every event."""
+        self._bases: dict[WeightVersion, WeightVersion | None] = {}
+        """What versions at the relay are built on, where that is known; None: an anchor."""
         self._retries: dict[WeightVersion, _Retry] = {}
         self._undos: dict[WeightVersion, Staged] = {}
         self.pulling: Pull | None = None
@@ -67,8 +69,12 @@ class VersionShelf:
         """Versions that lie on this host, in order."""
         return tuple(sorted(self._staged))
 
-    def available(self, version: WeightVersion) -> bool:
-        """The relay has `version`; False if that was known, or cannot be."""
+    def available(
+        self, version: WeightVersion, base: WeightVersion | None = None, *, anchor: bool = False
+    ) -> bool:
+        """The relay has `version`, built on `base` (if known) or an anchor; False if that cannot be new."""
+        if version > 0 and (anchor or (base is not None and base < version)):
+            self._bases[version] = None if anchor else base
         at = bisect_right(self._available, version)
         if version <= 0 or (at and self._available[at - 1] == version):
             return False
@@ -77,6 +83,7 @@ class VersionShelf:
             oldest = self._available.pop(0)
             self._drop(oldest)
             self._retries.pop(oldest, None)
+            self._bases.pop(oldest, None)
         return True
 
     def arrived(self, staged: Staged) -> bool:
@@ -84,7 +91,7 @@ class VersionShelf:
         self._no_longer_pulling(staged.version)
         if staged.version <= 0 or (staged.base is not None and staged.base >= staged.version):
             return False
-        self.available(staged.version)
+        self.available(staged.version, staged.base, anchor=staged.base is None)
         self._retries.pop(staged.version, None)
         if staged.version in self._available:
             self._drop(staged.version)  # an older copy may have had another base
@@ -103,6 +110,10 @@ class VersionShelf:
 
     def distrust(self, version: WeightVersion) -> None:
         """An engine refused these files: fetch and verify them again."""
+        self._drop(version)
+
+    def pruned(self, version: WeightVersion) -> None:
+        """The version's files were deleted on this host."""
         self._drop(version)
 
     def _drop(self, version: WeightVersion) -> None:
@@ -150,14 +161,15 @@ class VersionShelf:
     def next_pull(self, held_by_engines: Iterable[WeightVersion], now_ns: int) -> Pull | None:
         """The version to fetch next so that every engine gets on, or None (also while one is on its way).
 
-        Follows what is staged as far as it leads, then takes the next version after it.  Where that one
-        is not to be had, a later one may be an anchor.
+        Follows what is staged as far as it leads, then takes the way of fewest bytes from there: along
+        deltas, or from the last anchor on, which saves all before it.  Where that way is not known or a
+        version on it is not to be had, versions are taken in order; a later one may be an anchor.
         """
         if self.pulling is not None:
             return None
         for held in held_by_engines:
             reached = self._reached_from(held)
-            for version in self._later_than(reached):
+            for version in (*self._way_from(reached), *self._later_than(reached)):
                 retry = self._retries.get(version)
                 if version not in self._staged and (retry is None or retry.at_ns <= now_ns):
                     self.pulling = Pull(version, reached)
@@ -174,6 +186,18 @@ class VersionShelf:
         while (step := self.next_step(held)) is not None:
             held = step.version
         return held
+
+    def _way_from(self, reached: WeightVersion) -> list[WeightVersion]:
+        """The versions that lead to the newest one from `reached`, or from an anchor; empty if not known."""
+        way: list[WeightVersion] = []
+        later = self._later_than(reached)
+        version: WeightVersion | None = later[-1] if later else None
+        while version is not None and version > reached:
+            if version not in self._bases:
+                return []
+            way.append(version)
+            version = self._bases[version]
+        return way[::-1] if version in (None, reached) else []
 
     def _later_than(self, version: WeightVersion) -> list[WeightVersion]:
         end = len(self._available) if self.pin is None else bisect_right(self._available, self.pin)

@@ -20,6 +20,7 @@ from rose.config import RelayConfig
 from rose.errors import CorruptDelta, RoseError, VersionConflict
 from rose.units import NS_PER_MS, JobId, WeightVersion
 from rose.weights import container, encoding, resume
+from rose.weights import manifest as manifests
 from rose.weights.bits import Bits, State, as_state
 from rose.weights.coding import DEFAULT, Coding
 from rose.weights.container import EncodedVersion
@@ -27,7 +28,7 @@ from rose.weights.digests import digest_state
 from rose.weights.inspection import Change, changes
 from rose.weights.manifest import Bucket
 from rose.weights.patches import Patch, write_patch
-from rose.weights.relay import RelayFull
+from rose.weights.relay import JobStat, RelayFull
 from rose.weights.relay.blocking import BlockingRelay
 from rose.weights.relay.connecting import connect
 from rose.weights.relay.ranges import PARALLEL
@@ -35,10 +36,12 @@ from rose.weights.relay.ranges import PARALLEL
 _COMMIT_ROUNDS_MAX = 3
 """Pushes of one version before giving up: a relay that restarts meanwhile loses what was staged."""
 _CHECKPOINT = WeightVersion(0)
-_FILL_MAX = 0.9
-"""An anchor that nobody asked for is not to fill the relay beyond this."""
 _ROOM_MAX_S = 30.0
 _ROOM_POLL_S = 0.1
+_BYTES_PER_FILE = 8192
+"""At most a relay's bookkeeping and padding for a bucket or a manifest."""
+_BYTES_PER_VERSION_MIN = 12288
+"""At least what a relay needs for a version beside its buckets' bytes."""
 _T = TypeVar("_T")
 
 
@@ -120,6 +123,8 @@ class Publisher:
         self._unsettled: EncodedVersion | None = None
         self._making_room = threading.Lock()
         self._epoch: str | None = None
+        self._anchor_bytes = 0
+        """Size of the last anchor; what the next one will be like."""
 
     @classmethod
     def connect(
@@ -221,37 +226,43 @@ class Publisher:
 
     def _encode(self, version: WeightVersion, target: State) -> tuple[EncodedVersion, dict[str, str]]:
         digests = digest_state(target)
-        due = self._anchor_every is not None and version % self._anchor_every == 0
-        anchor = due or self._must_bridge_gap(sum(bits.nbytes for bits in target.values()))
-        encoded = encoding.encode_coded(
-            self._job,
-            version,
-            None if anchor else self._version,
-            None if anchor else self._held,
-            target,
-            base_digests=self._digests,
-            target_digests=digests,
-            how=self._coding,
-        )
-        return encoded, digests
 
-    def _must_bridge_gap(self, dense_bytes: int) -> bool:
-        """Whether the relay's versions lead nowhere from the checkpoint, and it has room for an anchor.
+        def encode(*, anchor: bool) -> EncodedVersion:
+            return encoding.encode_coded(
+                self._job,
+                version,
+                None if anchor else self._version,
+                None if anchor else self._held,
+                target,
+                base_digests=self._digests,
+                target_digests=digests,
+                how=self._coding,
+            )
+
+        if self._anchor_every is not None and version % self._anchor_every == 0:
+            return encode(anchor=True), digests
+        stat = self._relay.stat(self._job)
+        ours_bytes = sum(each.bytes + _BYTES_PER_VERSION_MIN for each in stat.committed)
+        room_bytes = stat.capacity_bytes - stat.used_bytes + ours_bytes
+        if self._leads_nowhere(stat) and self._anchor_bytes <= room_bytes:
+            anchor = encode(anchor=True)
+            self._anchor_bytes = anchor.manifest.delta_bytes + _bookkeeping_bytes(anchor)
+            if self._anchor_bytes <= room_bytes:
+                return anchor, digests
+        return encode(anchor=False), digests
+
+    def _leads_nowhere(self, stat: JobStat) -> bool:
+        """Whether the relay's versions lead nowhere from the checkpoint.
 
         So it is after a restart, or when it was full: engines that start anew could never get on.
         """
-        stat = self._relay.stat(self._job)
         bases = {each.version: each.base_version for each in stat.committed}
         version: WeightVersion | None = self._version
         while version is not None and version != self._base_version:
             if version not in bases:
                 break
             version = bases[version]
-        if version in (None, self._base_version):
-            return False
-        others_bytes = stat.used_bytes - sum(each.bytes for each in stat.committed)
-        kept_bytes = sum(encoded.manifest.delta_bytes for encoded in self._kept.values())
-        return others_bytes + kept_bytes + dense_bytes < stat.capacity_bytes * _FILL_MAX
+        return version not in (None, self._base_version)
 
     def _push(self, encoded: EncodedVersion) -> None:
         """Have the relay commit a version, whatever is there of it already."""
@@ -267,7 +278,9 @@ class Publisher:
                 # then the second attempt meets the same conflict.
                 self._relay.abort(self._job, manifest.version)
                 self._put(encoded, missing)
-            missing = self._with_room(lambda: self._relay.commit(self._job, manifest.version, manifest))
+            missing = self._with_room(
+                encoded, lambda: self._relay.commit(self._job, manifest.version, manifest)
+            )
         raise RoseError(
             f"the relay lost buckets of version {manifest.version} {_COMMIT_ROUNDS_MAX} times",
             "is it being restarted, or is relay.stage_ttl_s too short?",
@@ -280,7 +293,7 @@ class Publisher:
         def put(bucket: Bucket) -> None:
             data = encoded.buckets[bucket.name]
             self._with_room(
-                lambda: self._relay.put_bucket(self._job, version, bucket.name, data, bucket.digest)
+                encoded, lambda: self._relay.put_bucket(self._job, version, bucket.name, data, bucket.digest)
             )
 
         with ThreadPoolExecutor(PARALLEL, thread_name_prefix="rose-push") as threads:
@@ -288,22 +301,31 @@ class Publisher:
             for done in [threads.submit(put, bucket) for bucket in wanted]:
                 done.result()
 
-    def _with_room(self, call: Callable[[], _T]) -> _T:
-        """Make the call; while the relay is full, delete this job's oldest version that need not be kept."""
+    def _with_room(self, encoded: EncodedVersion, call: Callable[[], _T]) -> _T:
+        """Make the call; while the relay is full, delete this job's oldest version that need not be kept.
+
+        Before an anchor none need be: whoever holds an older version, or none, goes on with the anchor.
+        """
+        anchor = encoded.manifest.base_version is None
         while True:
             try:
                 return call()
             except RelayFull:
                 with self._making_room:
-                    if not self._make_room():
+                    if not self._make_room(encoded.manifest.version, anchor=anchor):
                         raise
 
-    def _make_room(self) -> bool:
+    def _make_room(self, version: WeightVersion, *, anchor: bool) -> bool:
         """Delete the oldest version that need not be kept; False if there is none."""
         stat = self._relay.stat(self._job)
-        droppable = [version for version in stat.versions[: -self._keep] if version not in self._kept]
+        droppable = [
+            each
+            for each in (stat.versions if anchor else stat.versions[: -self._keep])
+            if each < version and (anchor or each not in self._kept)
+        ]
         if not droppable:
             return False
+        self._kept.pop(droppable[0], None)
         self._relay.delete(self._job, droppable[0])
         bytes_of = {each.version: each.bytes for each in stat.committed}
         self._await_room(stat.used_bytes - bytes_of[droppable[0]])
@@ -388,6 +410,11 @@ class Publisher:
             push_ms=push_ms,
             repeated=repeated,
         )
+
+
+def _bookkeeping_bytes(encoded: EncodedVersion) -> int:
+    """What a relay needs for a version beside its buckets: the manifest, and a little per bucket."""
+    return len(manifests.encode(encoded.manifest)) + _BYTES_PER_FILE * (1 + len(encoded.buckets))
 
 
 def _timed_ms(call: Callable[[], _T]) -> tuple[float, _T]:

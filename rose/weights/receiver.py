@@ -40,7 +40,7 @@ async def pull(
     with _locked(directory.with_name(f".{directory.name}.lock")):
         try:
             async with asyncio.timeout(timeout_s):
-                committed = await relay.manifest(job, version)
+                committed = await _manifest(relay, job, version)
                 if committed.manifest.undo:
                     raise CorruptDelta(f"version {version} of {job} leads backwards: it is no trainer's")
                 if not await asyncio.to_thread(_holds, directory, committed.manifest):
@@ -52,6 +52,13 @@ async def pull(
             raise TimedOut(
                 f"version {version} of {job} could not be pulled within {timeout_s:.0f} s"
             ) from None
+
+
+async def _manifest(relay: Relay, job: JobId, version: WeightVersion) -> Committed:
+    try:
+        return await relay.manifest(job, version)
+    except CorruptDelta as error:
+        raise CorruptDelta(f"the relay's manifest of version {version} of {job}: {error.what}") from None
 
 
 async def _fill(relay: Relay, committed: Committed, partial: Path) -> None:
@@ -75,7 +82,12 @@ async def _bring(relay: Relay, committed: Committed, bucket: Bucket, partial: Pa
     await relay.get_into(manifest.job, manifest.version, bucket.name, data, epoch=committed.epoch)
     if await asyncio.to_thread(digest, data) != bucket.digest:
         raise CorruptDelta(f"{bucket.name}: the relay sent other bytes than the manifest promises")
-    await asyncio.to_thread(files.write_durably, partial / bucket.name, data)
+    writing = asyncio.create_task(asyncio.to_thread(files.write_durably, partial / bucket.name, data))
+    try:
+        await asyncio.shield(writing)
+    except asyncio.CancelledError:
+        await asyncio.wait({writing})  # or it would write into what the next attempt writes
+        raise
 
 
 async def _republished(relay: Relay, job: JobId, version: WeightVersion) -> Committed:

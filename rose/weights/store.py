@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Collection
+from collections.abc import Container
 from pathlib import Path
 
 from rose.errors import ConfigError, NotFound, WrongBase
@@ -98,10 +98,10 @@ class WeightStore:
             draft.rename(directory / _PIN)
         files.sync_directory(directory)
 
-    def prune(self, job: JobId, keep: int, held: Collection[WeightVersion] = ()) -> tuple[WeightVersion, ...]:
+    def prune(self, job: JobId, keep: int, held: Container[int] = ()) -> tuple[WeightVersion, ...]:
         """Delete all but the newest `keep` versions and those `held`; answers the deleted ones.
 
-        Leftovers of unfinished pulls of versions older than the newest one go too.
+        Leftovers of unfinished pulls of versions older than the newest one, and not held, go too.
         """
         versions = self.versions(job)
         doomed = [version for version in versions[: max(0, len(versions) - keep)] if version not in held]
@@ -110,7 +110,7 @@ class WeightStore:
         if versions:
             for entry in self.directory(job).iterdir():
                 match = _HIDDEN_NAME.fullmatch(entry.name)
-                if match and int(match[1]) < versions[-1]:
+                if match and int(match[1]) < versions[-1] and int(match[1]) not in held:
                     _remove(entry)
         return tuple(doomed)
 

@@ -190,6 +190,12 @@ def test_rollback_follow_and_restart_without_the_network(site: Site) -> None:
     site.check(3)
     assert site.rose("verify", JOB).returncode == Exit.OK
 
+    site.start_relay()
+    for _ in range(5):
+        site.check(site.publish())
+    staged = site.base / "state" / "weights" / JOB
+    until(lambda: sorted(path.name for path in staged.glob("v*")) == ["v5", "v6", "v7", "v8"], site.explain)
+
 
 def test_a_rollback_outlives_rosed_and_holds_back_what_is_new(site: Site) -> None:
     site.start("applier")

@@ -10,19 +10,28 @@ from typing import Any, cast
 import pytest
 from rose_daemon import sdnotify
 from rose_daemon.node import engines, journal
-from rose_daemon.node.engine_http import EngineInfo, EngineRefused, EngineUnreachable
+from rose_daemon.node.engine_http import Digests, EngineInfo, EngineRefused, EngineUnreachable
 from rose_daemon.node.gates import Gates
 from rose_daemon.node.journal import Journal
+from rose_daemon.node.keeper import Source
 from rose_daemon.node.status import supervisor_line
 
 from rose.boards import BoardPaths, BoardReader
-from rose.config import Config
+from rose.config import Config, ReplicaConfig
 from rose.core.effects import Say
-from rose.core.events import EngineExited, MemoryObserved, NodeEvent, ReplicaObserved, ServingObserved, Tick
+from rose.core.events import (
+    EngineExited,
+    EngineReady,
+    MemoryObserved,
+    NodeEvent,
+    ReplicaObserved,
+    ServingObserved,
+    Tick,
+)
 from rose.core.node import NodeMachine
 from rose.core.nodeview import NodeSettings, ReplicaSettings
 from rose.core.readings import GatePolicy, ReplicaReading, SlackReading, Unknown
-from rose.units import JobId, NodeId, ReplicaId
+from rose.units import JobId, NodeId, ReplicaId, WeightVersion
 
 REPLICA = ReplicaId("r")
 POLICY = GatePolicy(1, 1, 512, 0, 0, 0, 1, 1, 1)
@@ -192,3 +201,46 @@ def test_the_service_manager_is_told_what_is_waited_for() -> None:
     assert "telemetry_stale age=12.0s" in supervisor_line(view, hanging, lends=True)
     assert supervisor_line(view, MemoryObserved(1, 1, 2), lends=True) == "0 of 1 replicas in use"
     assert supervisor_line(view, no_driver, lends=False) == "0 of 1 replicas in use"
+
+
+@pytest.mark.parametrize(
+    ("held", "stopped"),
+    [
+        ({"w": "a", "v": "b"}, False),
+        ({"w": "a"}, True),
+        ({"w": "a", "v": "c"}, True),
+        ({"w": "a", "head": "b"}, False),  # v by another name: tied
+        (EngineRefused(422, "internal", "", None), True),
+    ],
+)
+async def test_an_engine_on_other_bytes_than_its_checkpoint_is_stopped_before_its_first_turn(
+    tmp_path: Path, held: dict[str, str] | Exception, *, stopped: bool
+) -> None:
+    section = ReplicaConfig(id=ReplicaId("r"), kind="dedicated", model=str(tmp_path))
+    events: list[NodeEvent] = []
+    stops: list[str] = []
+
+    async def answer(*_: Any) -> EngineInfo:
+        return EngineInfo("rollout", "r", 0)
+
+    async def healthy() -> bool:
+        return True
+
+    async def digests(_: float) -> Digests:
+        if isinstance(held, Exception):
+            raise held
+        return Digests(0, held)
+
+    async def checkpoint(_: ReplicaConfig) -> Source:
+        return Source(tmp_path, WeightVersion(0), {"w": "a", "v": "b"})
+
+    client = SimpleNamespace(healthy=healthy, info=answer, digests=digests)
+    keeper = SimpleNamespace(checkpoint=checkpoint)
+    config = Config(replicas=(section,))
+    unused = cast("Any", None)
+    hosted = engines.Engines(config, unused, unused, events.append, unused, cast("Any", keeper))
+    hosted.stop = lambda replica, grace_s, reason: stops.append(reason)  # type: ignore[method-assign]
+    await hosted._await_ready(ReplicaId("r"), cast("Any", SimpleNamespace(client=client)), None)
+    assert bool(stops) == stopped
+    assert events == ([] if stopped else [EngineReady(ReplicaId("r"), WeightVersion(0))])
+    assert all(reason.startswith("checkpoint_mismatch: ") for reason in stops)

@@ -24,6 +24,7 @@ from rose.core.effects import ApplyVersion, PullVersion
 from rose.core.events import (
     NodeEvent,
     VersionAvailable,
+    VersionsPruned,
     VersionStaged,
     VersionStageFailed,
     WeightsApplied,
@@ -34,7 +35,9 @@ from rose.weights import tensorfile
 from rose.weights.container import read_manifest, read_patches
 from rose.weights.digests import digest_state
 from rose.weights.encoding import encode_coded
+from rose.weights.hostcopy import HostCopy
 from rose.weights.patches import apply_to_state
+from rose.weights.store import WeightStore
 
 REPLICA = ReplicaId("r")
 V0, V1 = WeightVersion(0), WeightVersion(1)
@@ -87,6 +90,7 @@ class Bench:
     engine: FakeEngine
     events: list[NodeEvent]
     keeper: CopyKeeper
+    root: Path
 
     async def staged(self) -> VersionStaged:
         self.relay.publish(ENCODED)
@@ -121,7 +125,7 @@ async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
         engines = SimpleNamespace(get=lambda replica: running if replica == REPLICA else None)
         keeper = CopyKeeper(config, relay, events.append)
         agent = WeightAgent(config, relay, cast("Engines", engines), events.append, time.monotonic_ns, keeper)
-        yield Bench(agent, relay, engine, events, keeper)
+        yield Bench(agent, relay, engine, events, keeper, tmp_path)
     await runner.cleanup()
 
 
@@ -251,7 +255,7 @@ async def test_every_version_is_reported_once_whatever_the_relay_does(bench: Ben
     first, second = delta(1)[2], delta(2)[2]
     bench.relay.publish(first)
     bench.relay.publish(second)
-    wanted = [VersionAvailable(JOB, V1), VersionAvailable(JOB, WeightVersion(2))]
+    wanted = [VersionAvailable(JOB, V1, V0), VersionAvailable(JOB, WeightVersion(2), V1)]
     await until(lambda: bench.events == wanted)
     assert bench.agent.relay_error == ""
     await asyncio.sleep(0.1)
@@ -289,3 +293,18 @@ async def test_a_coded_version_on_a_base_that_nobody_has_says_so(bench: Bench) -
     (event,) = bench.events
     assert isinstance(event, VersionStageFailed)
     assert event.reason.startswith("wrong_base: ")
+
+
+async def test_what_nobody_needs_is_deleted(bench: Bench) -> None:
+    """Engines hold 5 or more and the copy 6: versions up to 5 may go, but for the newest four."""
+    store = WeightStore(bench.root)
+    for version in range(1, 9):
+        store.destination(JOB, WeightVersion(version)).mkdir(parents=True)
+    await bench.agent.prune(WeightVersion(5))
+    assert len(store.versions(JOB)) == 8, "no copy: the newest is decoded on top of all"
+    bench.keeper._copy = cast("HostCopy", SimpleNamespace(version=WeightVersion(6)))
+    await bench.agent.prune(WeightVersion(5))
+    assert store.versions(JOB) == (5, 6, 7, 8)
+    assert bench.events == [VersionsPruned(JOB, (1, 2, 3, 4))]
+    await bench.agent.prune(WeightVersion(5))
+    assert len(bench.events) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -328,17 +329,46 @@ def test_after_a_gap_the_next_version_is_one_that_newcomers_can_begin_with(relay
     assert same(held_by(relay, BASE, 4, 5, 6), state)
 
 
-def test_a_gap_is_left_where_the_relay_has_no_room_for_the_whole_model(relay: MemoryRelay) -> None:
-    state: dict[str, Bits] = BASE
+LARGE = {"w": tensor("BF16", (512, 1024), 1)}
+"""An anchor of it takes 1 MiB: random bits cannot be coded."""
+
+
+@pytest.mark.parametrize(("room_bytes", "bridged"), [(300_000, False), (1_100_000, True)])
+def test_a_gap_is_bridged_where_the_whole_model_fits_by_its_measured_size(
+    relay: MemoryRelay, room_bytes: int, *, bridged: bool
+) -> None:
+    """Also where it fills the relay to the brim, and what is older has to go for it."""
+    state: dict[str, Bits] = LARGE
     bases = []
-    with Publisher(BlockingRelay(relay), JOB, BASE, keep=1) as publisher:
-        for version in range(1, 5):
+    with Publisher(BlockingRelay(relay), JOB, LARGE, keep=1) as publisher:
+        for version in range(1, 6):
             if version == 3:
                 relay.restart()
-                relay.vault.used_bytes = relay.vault.capacity_bytes * 95 // 100  # by other jobs
-            state = stepped(state, version)
+                relay.vault.used_bytes = relay.vault.capacity_bytes - room_bytes  # by other jobs
+            state = stepped(state, version, 0.001)
             bases.append(publisher.publish(WeightVersion(version), state).base_version)
-    assert bases == [0, 1, 2, 3]
+    assert bases == [0, 1, None if bridged else 2, 3, 4]
+
+
+def test_a_relay_that_fills_up_gets_an_anchor_so_that_newcomers_can_begin() -> None:
+    """At most one version after an old one had to go."""
+    first = encoding.encode_coded(JOB, V1, None, None, LARGE)
+    relay = MemoryRelay(capacity_bytes=first.manifest.delta_bytes + 150_000)
+    state: dict[str, Bits] = LARGE
+    gaps, anchors = [], 0
+    with Publisher(BlockingRelay(relay), JOB, LARGE, keep=2) as publisher:
+        for version in range(1, 150):
+            state = stepped(state, version, 0.01)
+            anchors += publisher.publish(WeightVersion(version), state).base_version is None
+            bases = {each.version: each.base_version for each in relay.vault.stat(JOB).committed}
+            at: int | None = version
+            while at:
+                at = bases.get(WeightVersion(at), -1)
+                if at == -1:
+                    gaps.append(version)
+                    break
+    assert anchors > 2
+    assert all(later - earlier > 1 for earlier, later in itertools.pairwise(gaps)), gaps
 
 
 def test_a_resumed_trainer_goes_on_from_its_version(relay: MemoryRelay, publisher: Publisher) -> None:

@@ -215,3 +215,68 @@ def test_ways_that_do_not_lead_back_are_refused_and_the_number_is_bounded() -> N
     shelf.forget_undo(UNDOS_MAX + 5)
     shelf.pin = 0
     assert shelf.next_step(UNDOS_MAX + 5) is None
+
+
+# ---- the way of fewest bytes ----
+
+
+def offered(*bases: tuple[int, int | None]) -> VersionShelf:
+    shelf = VersionShelf()
+    for version, base in bases:
+        shelf.available(version, base, anchor=base is None)
+    return shelf
+
+
+def pulls(shelf: VersionShelf, held: int) -> list[int]:
+    """What is fetched, one after the other, until nothing is left to fetch."""
+    found = []
+    while (pull := shelf.next_pull([held], 0)) is not None:
+        found.append(pull.version)
+        base = shelf._bases[pull.version]
+        shelf.arrived(Staged(pull.version, base, f"/v{pull.version}"))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("bases", "held", "wanted"),
+    [
+        ([(1, 0), (2, 1), (3, 2)], 0, [1, 2, 3]),
+        ([(1, 0), (2, 1), (3, None), (4, 3)], 0, [3, 4]),
+        ([(1, 0), (2, None), (3, 2), (4, None), (5, 4)], 0, [4, 5]),
+        ([(1, 0), (2, None), (3, 2)], 2, [3]),
+        ([(1, 0), (3, 1), (4, 3)], 1, [3, 4]),
+        ([(5, None), (6, 5)], 0, [5, 6]),
+    ],
+)
+def test_what_an_anchor_saves_is_not_fetched(
+    bases: list[tuple[int, int | None]], held: int, wanted: list[int]
+) -> None:
+    assert pulls(offered(*bases), held) == wanted
+
+
+def test_where_the_way_is_blocked_versions_are_taken_in_order() -> None:
+    shelf = offered((1, 0), (2, 1), (3, None))
+    assert shelf.next_pull([0], 0) == Pull(3, 0)
+    shelf.failed(3, 0)
+    assert shelf.next_pull([0], 0) == Pull(1, 0)
+
+
+def test_a_way_that_is_not_known_is_taken_in_order() -> None:
+    shelf = offered((3, 2), (4, 3))
+    shelf.available(1)
+    assert shelf.next_pull([0], 0) == Pull(1, 0)
+
+
+def test_a_base_that_cannot_be_is_not_believed() -> None:
+    shelf = offered((1, 0), (2, 3), (3, 2))
+    assert pulls(offered((1, 0)), 0) == [1]
+    assert shelf.next_pull([0], 0) == Pull(1, 0)
+
+
+def test_what_was_deleted_here_can_be_fetched_again() -> None:
+    shelf = offered((1, 0), (2, 1))
+    assert pulls(shelf, 0) == [1, 2]
+    shelf.pruned(1)
+    assert shelf.staged == (2,)
+    assert shelf.next_pull([2], 0) is None
+    assert shelf.next_pull([0], 0) == Pull(1, 0)

@@ -91,7 +91,7 @@ def test_a_chain_with_a_hole_or_past_the_base_is_an_error(store: WeightStore) ->
 def test_pruning_keeps_the_newest_and_those_held(store: WeightStore) -> None:
     for version in range(1, 7):
         stage(store, version, version - 1)
-    (store.directory(JOB) / ".v2.partial").mkdir()
+    (store.directory(JOB) / ".v1.partial").mkdir()
     (store.directory(JOB) / ".v9.partial").mkdir()
     (store.directory(JOB) / ".v3.lock").write_text("")
     assert store.prune(JOB, 2, held=[WeightVersion(2)]) == (1, 3, 4)

@@ -40,6 +40,8 @@ from rose.core.events import (
     ServingObserved,
     ShutdownRequested,
     Tick,
+    UndoReady,
+    WeightsApplied,
 )
 from rose.core.node import NodeMachine
 from rose.core.readings import GateTransition, ReplicaReading, SlackReading, Unknown
@@ -110,6 +112,8 @@ class NodeDriver:
         self._memory = MemoryObserved(_NOT_PROBED, _NOT_PROBED, _NOT_PROBED)
         self._lent = tuple(each.id for each in config.replicas if each.kind == "opportunistic")
         self._queue: deque[NodeEvent] = deque()
+        self._moved = asyncio.Event()
+        """An engine or the copy came to hold another version: some staged ones may not be needed any more."""
         self._feeding = False
         self._stopping = asyncio.Event()
         self._failure: BaseException | None = None
@@ -138,6 +142,8 @@ class NodeDriver:
         self._journal.write(now_ns, event, effects)
         for effect in effects:
             self._carry_out(effect, now_ns)
+        if isinstance(event, WeightsApplied | UndoReady):
+            self._moved.set()
         return effects
 
     def _carry_out(self, effect: NodeEffect, now_ns: int) -> None:
@@ -217,6 +223,7 @@ class NodeDriver:
                 ("serving", self._watch_serving()),
                 ("relay", self.weights.watch()),
                 ("copy", self.keeper.run()),
+                ("prune", self._prune()),
                 ("scheduler", self.link.run()),
             )
         ]
@@ -231,6 +238,13 @@ class NodeDriver:
                 raise error
         if self._failure is not None:
             raise self._failure
+
+    async def _prune(self) -> None:
+        while True:
+            await self._moved.wait()
+            self._moved.clear()
+            if (oldest := self.machine.oldest_held) is not None:
+                await self.weights.prune(oldest)
 
     async def _shut_down(self, tasks: list[asyncio.Task[None]]) -> None:
         """In order: no new work, the scheduler knows, gates closed, engines ended, traces removed."""

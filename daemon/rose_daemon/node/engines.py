@@ -201,6 +201,12 @@ class Engines:
             self._keeper.distrust()
             self.stop(replica, grace_s, "copy_mismatch: it does not hold what the host's copy promises")
             return
+        if source is None and version == 0:
+            checkpoint = await self._keeper.checkpoint(self._config.replica(replica))
+            if checkpoint is not None and not await self._loaded(engine, checkpoint):
+                reason = f"checkpoint_mismatch: it does not hold the bytes of {checkpoint.path}"
+                self.stop(replica, grace_s, reason)
+                return
         self._emit(EngineReady(replica, version))
 
     async def _loaded(self, engine: Engine, source: Source) -> bool:

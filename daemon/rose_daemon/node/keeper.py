@@ -28,6 +28,7 @@ from rose.weights import container
 from rose.weights.bits import State
 from rose.weights.checkpoint import open_checkpoint
 from rose.weights.decoding import Overlay, decode_staged, manifest_digest, patches_path
+from rose.weights.digests import digest_state
 from rose.weights.hostcopy import HostCopy, Undo
 from rose.weights.manifest import Manifest
 from rose.weights.relay import Relay
@@ -60,6 +61,7 @@ class CopyKeeper:
         self._store = WeightStore(Path(config.node.state_dir))
         self._directory = self._store.directory(self._job) / "copy"
         self._threads = config.node.weights_threads
+        self._checkpoints: dict[Path, asyncio.Task[dict[str, str] | None]] = {}
         self._relay = relay
         self._emit = emit
         self._shelf = VersionShelf()
@@ -93,6 +95,17 @@ class CopyKeeper:
         """What an engine of this replica may load; None: its checkpoint.  The copy stands still meanwhile."""
         async with self._reading():
             yield await self._offer(section)
+
+    async def checkpoint(self, section: ReplicaConfig) -> Source | None:
+        """The replica's own checkpoint and its digests; None where it is no directory of safetensors files.
+
+        Read once: whoever replaces a checkpoint restarts rosed.
+        """
+        path = Path(section.model)
+        if path not in self._checkpoints:
+            self._checkpoints[path] = asyncio.create_task(asyncio.to_thread(_digests_of, path))
+        digests = await asyncio.shield(self._checkpoints[path])
+        return None if digests is None else Source(path, WeightVersion(0), digests)
 
     async def decode(self, version_dir: Path) -> Path:
         """The directory of a staged version's patches, decoded here if need be; once for all engines.
@@ -299,3 +312,11 @@ class CopyKeeper:
         except (TimeoutError, RoseError):
             return False
         return manifest_digest(committed.manifest) == copy.origin
+
+
+def _digests_of(checkpoint: Path) -> dict[str, str] | None:
+    try:
+        return digest_state(open_checkpoint(checkpoint).state)
+    except (NotFound, CorruptDelta, OSError) as error:
+        log.warning("the checkpoint cannot be verified", code="checkpoint_unread", error=str(error))
+        return None

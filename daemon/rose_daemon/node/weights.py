@@ -21,6 +21,7 @@ from rose.core.effects import ApplyVersion, PullVersion
 from rose.core.events import (
     NodeEvent,
     VersionAvailable,
+    VersionsPruned,
     VersionStaged,
     VersionStageFailed,
     WeightsApplied,
@@ -30,7 +31,7 @@ from rose.core.shelf import Staged
 from rose.errors import CorruptDelta, RoseError, WrongBase
 from rose.units import NS_PER_MS, WeightVersion, s_to_ns
 from rose.weights import container, receiver
-from rose.weights.manifest import Manifest, tied_names
+from rose.weights.manifest import VERSION_MAX, Manifest, tied_names
 from rose.weights.relay import Relay
 from rose.weights.store import WeightStore
 from rose_daemon.node.engine_http import Digests, EngineClient, EngineRefused, EngineUnreachable, UpdateAnswer
@@ -62,6 +63,7 @@ class WeightAgent:
     ) -> None:
         self._job = config.job.id
         self._timeout_s = config.node.weights_timeout_s
+        self._keep = config.node.weights_keep
         self._store = WeightStore(Path(config.node.state_dir))
         self._relay = relay
         self._engines = engines
@@ -79,7 +81,7 @@ class WeightAgent:
         while True:
             try:
                 newest = await self._relay.latest(self._job, known, _POLL_WAIT_S)
-                versions = () if newest is None else (await self._relay.stat(self._job)).versions
+                committed = () if newest is None else (await self._relay.stat(self._job)).committed
             except RoseError as error:
                 if not self.relay_error:
                     log.warning("relay cannot be asked", code="relay_unavailable", error=str(error))
@@ -88,10 +90,11 @@ class WeightAgent:
                 backoff_s = min(2 * backoff_s, _BACKOFF_S[1])
                 continue
             self.relay_error, backoff_s = "", _BACKOFF_S[0]
-            for version in versions:
-                if version > known:
-                    self._emit(VersionAvailable(self._job, version))
-            known = max(known, newest or known, *versions)
+            for each in committed:
+                if each.version > known:
+                    base = each.base_version
+                    self._emit(VersionAvailable(self._job, each.version, base, anchor=base is None))
+            known = max(known, newest or known, *(each.version for each in committed))
 
     async def pull(self, order: PullVersion) -> None:
         """Stage a version; VersionStaged or VersionStageFailed follows."""
@@ -150,6 +153,24 @@ class WeightAgent:
                 return
         self._note(order, started_ns, reason=reason)
         self._emit(WeightsRefused(order.replica, order.version, held, reason))
+
+    async def prune(self, oldest_held: WeightVersion) -> None:
+        """Delete staged versions that neither engines, which hold `oldest_held` or more, nor the copy need.
+
+        Without a copy all of them are kept: the newest one is decoded on top of those before it.
+        """
+        copy = self._keeper.version
+        if copy is None:
+            return
+        needed = range(min(oldest_held, copy) + 1, VERSION_MAX + 1)
+        try:
+            gone = await asyncio.to_thread(self._store.prune, self._job, self._keep, needed)
+        except OSError as error:
+            log.warning("versions cannot be deleted", code="prune_failed", error=str(error))
+            return
+        if gone:
+            log.info("versions deleted", code="pruned", versions=gone)
+            self._emit(VersionsPruned(self._job, gone))
 
     def _stage_failed(self, order: PullVersion, reason: str) -> None:
         self._emit(VersionStageFailed(order.job, order.version, reason))
