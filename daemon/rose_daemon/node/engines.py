@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import structlog
 
 from rose.config import Config, ReplicaConfig
 from rose.core.events import EngineExited, EngineReady, EngineStarted, NodeEvent
@@ -45,6 +46,8 @@ _EXCEPTION = re.compile(
     r"(?:\([^)]*\) ERROR \S+ \S+ \[[^]]*\] )?([A-Za-z_][\w.]*(?:Error|Exception|Failed): .+)"
 )
 """The line that ends a traceback, as it is or behind the prefix of vLLM's logger."""
+
+log = structlog.get_logger("rosed.engines")
 
 
 class Engine:
@@ -203,18 +206,22 @@ class Engines:
             return
         if source is None and version == 0:
             checkpoint = await self._keeper.checkpoint(self._config.replica(replica))
-            if checkpoint is not None and not await self._loaded(engine, checkpoint):
+            if checkpoint is not None and await self._loaded(engine, checkpoint) is False:
                 reason = f"checkpoint_mismatch: it does not hold the bytes of {checkpoint.path}"
                 self.stop(replica, grace_s, reason)
                 return
         self._emit(EngineReady(replica, version))
 
-    async def _loaded(self, engine: Engine, source: Source) -> bool:
-        """Whether the engine holds the version it was to load, by digests of its live parameters."""
+    async def _loaded(self, engine: Engine, source: Source) -> bool | None:
+        """Whether the engine holds the version it was to load, by digests of its live parameters.
+
+        None if it does not tell; then it cannot be updated either, and no version but this one is ever run.
+        """
         try:
             live = await engine.client.digests(self._config.node.weights_timeout_s)
-        except (EngineRefused, EngineUnreachable):
-            return False
+        except (EngineRefused, EngineUnreachable) as error:
+            log.warning("weights of an engine are not verified", code="unverified", error=str(error))
+            return None
         alike = all(live.digests.get(name, digest) == digest for name, digest in source.digests.items())
         tied = {source.digests[name] for name in source.digests.keys() - live.digests.keys()}
         return live.version == source.version and alike and tied <= set(live.digests.values())
