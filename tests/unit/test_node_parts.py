@@ -211,6 +211,7 @@ def test_the_service_manager_is_told_what_is_waited_for() -> None:
         ({"w": "a", "v": "c"}, True),
         ({"w": "a", "head": "b"}, False),  # v by another name: tied
         (EngineRefused(404, "not_found", "", None), False),  # it does not tell
+        ({"x": "a", "y": "b"}, False),
     ],
 )
 async def test_an_engine_on_other_bytes_than_its_checkpoint_is_stopped_before_its_first_turn(

@@ -215,13 +215,15 @@ class Engines:
     async def _loaded(self, engine: Engine, source: Source) -> bool | None:
         """Whether the engine holds the version it was to load, by digests of its live parameters.
 
-        None if it does not tell; then it cannot be updated either, and no version but this one is ever run.
+        None if it does not tell in names of the checkpoint; then it can never be updated either.
         """
         try:
             live = await engine.client.digests(self._config.node.weights_timeout_s)
         except (EngineRefused, EngineUnreachable) as error:
             log.warning("weights of an engine are not verified", code="unverified", error=str(error))
             return None
+        if live.digests.keys().isdisjoint(source.digests):
+            return None  # it names its parameters otherwise than checkpoints do
         alike = all(live.digests.get(name, digest) == digest for name, digest in source.digests.items())
         tied = {source.digests[name] for name in source.digests.keys() - live.digests.keys()}
         return live.version == source.version and alike and tied <= set(live.digests.values())
