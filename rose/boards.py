@@ -340,6 +340,11 @@ class BoardPaths(NamedTuple):
         """ReplicaReading of one rollout engine."""
         return self.run_dir / f"replica-{replica}.board"
 
+    @property
+    def ledger(self) -> Path:
+        """Pages of the KV memory that the engines of this host's device share."""
+        return self.run_dir / "kv-pages.ledger"
+
     def kv_order(self, engine: str) -> Path:
         """KvOrderReading of the scheduler of one engine, for its worker."""
         return self.run_dir / f"kv-order-{engine}.board"

@@ -169,6 +169,10 @@ class MemoryConfig(_Section, frozen=True):
     """Share of the KV budget that remains after an emergency cut."""
     kv_budget_blocks_min: int = 4
     """A cut never goes below this many KV blocks."""
+    shared_kv_bytes: int = 0
+    """KV memory that the serving engine and the opportunistic replicas share, where the serving engine was
+    started with this as ROSE_ENGINE_KV_SHARED_BYTES: it lends what it leaves unused, and takes it back.
+    0: each engine has its own (`static`)."""
 
 
 class SchedulerConfig(_Section, frozen=True):

@@ -30,8 +30,9 @@ _ABOVE_ZERO = (
     "job.trajectories_per_replica_max",
 )  # fmt: skip
 _NOT_NEGATIVE = (
-    "node.weights_undo_max", "device.memory_bytes", "admission.token_cap", "admission.margin_ms",
-    "relay.pace_bytes_per_s", "job.n_rl", "job.n_serving_max", "job.staleness_max", "scheduler.lease_min_s",
+    "node.weights_undo_max", "device.memory_bytes", "memory.shared_kv_bytes", "admission.token_cap",
+    "admission.margin_ms", "relay.pace_bytes_per_s", "job.n_rl", "job.n_serving_max", "job.staleness_max",
+    "scheduler.lease_min_s",
 )  # fmt: skip
 _URL_MAX = 512
 _NAME_HINT = "letters, digits, dots, dashes and underscores"

@@ -91,7 +91,7 @@ class HostedReplica:
         if isinstance(reading, Unknown):
             return
         if self.memory:
-            self.memory.sized(reading.kv_total_blocks)
+            self.memory.sized(reading.kv_total_blocks, reading.kv_budget_blocks)
         ahead = reading.policy_revision > self.revision
         refused = reading.policy_revision == self.revision and reading.limit_status in _DISOBEYED
         if ahead or refused:  # an earlier rosed wrote to this engine: number on from there
@@ -236,7 +236,7 @@ class HostedReplica:
         """What the scheduler is told."""
         reading = self.reading if isinstance(self.reading, ReplicaReading) else None
         budget_blocks = (
-            self.memory.budget_blocks if self.memory else reading.kv_total_blocks if reading else 0
+            self.memory.usable_blocks if self.memory else reading.kv_total_blocks if reading else 0
         )
         return ReplicaReport(
             replica=self.settings.replica,

@@ -98,6 +98,9 @@ class MemoryPolicy:
         self.state = MemoryState.NORMAL
         self.total_blocks = 0
         self.budget_blocks = 0
+        self.granted_blocks = 0
+        """What the engine says it may use; below the budget where memory is shared and others hold it.
+        0 if not known."""
         self.cuts = 0
         self._settled_ns = 0
         self._thaw_due = False
@@ -108,8 +111,17 @@ class MemoryPolicy:
         """What to write into `GatePolicy.kv_budget_blocks`: 0 while the engine may use all it has."""
         return 0 if self.budget_blocks == self.total_blocks else self.budget_blocks
 
-    def sized(self, total_blocks: int) -> None:
-        """The engine has `total_blocks` KV blocks.  A restart with another size keeps a cut budget cut."""
+    @property
+    def usable_blocks(self) -> int:
+        """Blocks that the engine can use now, as far as is known."""
+        return min(self.budget_blocks, self.granted_blocks or self.budget_blocks)
+
+    def sized(self, total_blocks: int, granted_blocks: int = 0) -> None:
+        """The engine has `total_blocks` KV blocks, and may use `granted_blocks` of them (0: not known).
+
+        A restart with another size keeps a cut budget cut.
+        """
+        self.granted_blocks = granted_blocks
         if total_blocks <= 0 or total_blocks == self.total_blocks:
             return
         uncut = self.budget_blocks == self.total_blocks and self.state is MemoryState.NORMAL
@@ -164,7 +176,7 @@ class MemoryPolicy:
                 return now_ns >= self._settled_ns
 
     def _cut(self, reason: str) -> Cut | None:
-        before = self.budget_blocks
+        before = self.usable_blocks  # half of what it cannot have anyway would be nothing
         after = min(before, max(self._settings.budget_blocks_min, int(before * self._settings.cut_share)))
         if after == before:
             return None

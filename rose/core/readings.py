@@ -107,6 +107,12 @@ class SlackReading(NamedTuple):
     """Tightest TTFT budget of any request class: what the next arrival may ask for; 0 if not known."""
     deferred_ns: int = 0
     """What the plugin did for the latest step while the device worked, besides `overhead_ns`."""
+    kv_parked_blocks: int = 0
+    """Blocks that the engine does not use now and lends, or could lend; neither used nor free."""
+    kv_shortages: int = 0
+    """Steps before which less lent memory could be had back than the step might have needed."""
+    kv_resident_bytes: int = -1
+    """Physical memory behind the KV cache, as its worker measured it; -1 if unknown, or not elastic."""
 
 
 class GatePolicy(NamedTuple):

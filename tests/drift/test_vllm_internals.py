@@ -78,14 +78,14 @@ SIGNATURES = {
 INSTANCE_ATTRIBUTES = {
     SCHEDULER: "waiting kv_holding_waiting running requests finished_req_ids kv_cache_manager "
     "max_num_scheduled_tokens max_model_len connector block_size vllm_config "
-    "kv_cache_config",
+    "kv_cache_config max_num_running_reqs",
     CORE: "scheduler",
     POOL: "num_gpu_blocks blocks free_block_queue",
     QUEUE: "fake_free_list_head fake_free_list_tail",
     REQUEST: "cache_salt block_hashes num_computed_tokens num_prompt_tokens arrival_time client_index "
     "trace_headers lora_request",
     SPIN: "last_read busy_loop_s",
-    "vllm.v1.core.kv_cache_manager:KVCacheManager": "block_pool coordinator",
+    "vllm.v1.core.kv_cache_manager:KVCacheManager": "block_pool coordinator watermark_blocks",
     "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator": "single_type_managers",
     "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager": "req_to_blocks",
     "vllm.v1.engine.output_processor:OutputProcessor": "external_req_ids",
@@ -103,6 +103,7 @@ FIELDS = {
     "scheduled_new_reqs scheduled_cached_reqs preempted_req_ids",
     "vllm.v1.kv_cache_interface:KVCacheConfig": "num_blocks kv_cache_tensors",
     "vllm.v1.kv_cache_interface:KVCacheTensor": "size layers layer_stride block_stride offset host_resident",
+    "vllm.v1.metrics.stats:SchedulerStats": "kv_cache_usage",
     "vllm.v1.core.sched.output:NewRequestData": "req_id num_computed_tokens",
     "vllm.v1.core.sched.output:CachedRequestData": "resumed_req_ids",
     "vllm.config:VllmConfig": "parallel_config kv_transfer_config device_config model_config",

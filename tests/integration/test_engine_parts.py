@@ -311,6 +311,44 @@ def test_low_numbers_are_taken_first_whatever_the_order_of_freeing() -> None:
     assert budget.used_blocks == 6
 
 
+def test_the_same_blocks_are_parked_again_after_a_reset() -> None:
+    budget, pool = budget_of(17)
+    blocks = pool.get_new_blocks(16)
+    for number, block in enumerate(blocks[-4:]):
+        block._block_hash = bytes([number]) * 36
+        pool.cached_block_hash_to_block.insert(block._block_hash, block)
+    pool.free_blocks(blocks)
+    budget.set(4)
+    parked = budget.parked.copy()
+    with budget.all_unparked():
+        assert pool.get_num_free_blocks() == 16
+        for block in blocks[-4:]:
+            pool._maybe_evict_cached_block(block)  # now these, with the highest numbers, would be chosen
+    assert np.array_equal(budget.parked, parked)
+    assert pool.get_num_free_blocks() == 4
+
+
+def test_blocks_whose_memory_is_not_gone_yet_still_count() -> None:
+    from rose.engines.vllm.kv_elastic import ElasticKv  # noqa: PLC0415
+    from rose.engines.vllm.kv_pages import SharedPages  # noqa: PLC0415
+
+    budget, pool = budget_of(33)
+    taken = pool.get_new_blocks(32)
+    pool.free_blocks(taken[:8])
+    budget.set(24)
+    given_back = budget.parked.copy()  # 1 to 8
+    pool.free_blocks(taken[24:])
+    budget.set(16)  # 25 to 32 as well, whose memory is on its way out
+    books = SimpleNamespace(capacity_pages=13, free_pages=0, acquire=lambda pages: 0)
+    elastic: Any = ElasticKv.__new__(ElasticKv)
+    elastic.budget, elastic.memory = budget, SimpleNamespace(given_back=given_back)
+    elastic.pages = SharedPages(books, books, block_bytes=1 << 20)  # type: ignore[arg-type]
+    elastic.pages.held = 13  # for 0 and 9 to 32
+    assert elastic.affordable(24) == 17  # the page of the null block had room for one more
+    elastic.memory.given_back = budget.parked.copy()
+    assert elastic.affordable(24) == 24
+
+
 # ---- plugin ---------------------------------------------------------------------------------------
 
 

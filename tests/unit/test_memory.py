@@ -229,3 +229,17 @@ def test_a_budget_never_grows_while_frozen(
         if action == "observed" and policy.budget_blocks > before[1]:
             assert isinstance(argument, MemoryReading)
             assert not isinstance(argument.spare_bytes(0.2), Unknown)
+
+
+def test_a_cut_halves_what_the_engine_has_not_what_it_might_have() -> None:
+    policy = sized(100)
+    policy.sized(100, granted_blocks=40)
+    assert policy.usable_blocks == 40
+    assert policy.reclaim("drill") == Cut(40, 20, "drill")
+    assert policy.budget_blocks == policy.limit_blocks == 20
+
+
+def test_an_engine_that_says_more_than_its_budget_has_its_budget() -> None:
+    policy = frozen(100)
+    policy.sized(100, granted_blocks=100)
+    assert policy.usable_blocks == policy.budget_blocks == 50

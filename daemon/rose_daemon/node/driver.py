@@ -59,6 +59,7 @@ from rose_daemon.node.journal import GATES_NAME, GateEntry, Journal
 from rose_daemon.node.keeper import CopyKeeper
 from rose_daemon.node.link import SchedulerLink
 from rose_daemon.node.settings import node_settings, stop_grace_ns
+from rose_daemon.node.sharing import SharedMemory
 from rose_daemon.node.status import Surroundings, status_body, supervisor_line
 from rose_daemon.node.telemetry import ServingProbe
 from rose_daemon.node.weights import WeightAgent
@@ -110,6 +111,7 @@ class NodeDriver:
         self._device = open_device(config)
         self._utilisation: float | Unknown = _NOT_PROBED
         self._memory = MemoryObserved(_NOT_PROBED, _NOT_PROBED, _NOT_PROBED)
+        self._shared = SharedMemory(paths.ledger) if config.memory.shared_kv_bytes else None
         self._lent = tuple(each.id for each in config.replicas if each.kind == "opportunistic")
         self._queue: deque[NodeEvent] = deque()
         self._moved = asyncio.Event()
@@ -300,14 +302,18 @@ class NodeDriver:
             self.emit(ServingObserved(slack, self._probe.healthy))
         for replica, board in self._replica_boards.items():
             self.emit(ReplicaObserved(replica, board.read(now_ns, self._stale_ns)))
+        if self._shared is not None:
+            self._memory = self._shared.observe(now_ns)
+            self.emit(self._memory)
 
     async def _watch_memory(self) -> None:
         told = ""
         while True:
             self._utilisation = self._device.utilisation()
-            self._memory = await asyncio.to_thread(self._read_memory)
+            if self._shared is None:
+                self._memory = await asyncio.to_thread(self._read_memory)
+                self.emit(self._memory)
             self.emit(self._device.health())
-            self.emit(self._memory)
             line = supervisor_line(self.machine.view(), self._memory, bool(self._lent))
             if line != told:
                 told = line

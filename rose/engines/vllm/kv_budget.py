@@ -7,17 +7,15 @@ only for what is missing then; the memory of parked blocks is given back by the 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
 
-from rose.core.readings import Unknown
 from rose.core.victims import Holder, choose_victims
-from rose.engines.vllm.kv_layout import KvLayout
-from rose.engines.vllm.kv_orders import KvMemory
-from rose.engines.vllm.settings import PluginSettings
-from rose.engines.vllm.slack_board import RankShape
+from rose.engines.vllm.kv_orders import Blocks
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -63,7 +61,7 @@ class KvBudget:
         self._group_blocks = group_blocks
         self.total_blocks: int = self._pool.num_gpu_blocks - 1
         self.budget_blocks = self.total_blocks
-        self.parked = np.zeros(self.total_blocks + 1, np.bool_)
+        self.parked: Blocks = np.zeros(self.total_blocks + 1, np.bool_)
         """By block number, whether the block is kept out of the pool."""
         # The list is linked through the blocks themselves: only the order of taking changes.
         self._pool.free_block_queue.__class__ = LowIdFreeQueue
@@ -127,16 +125,24 @@ class KvBudget:
         """
         assert 0 < budget_blocks <= self.total_blocks
         self.budget_blocks = budget_blocks
+        parked = self.parked_at(budget_blocks)
+        back = np.flatnonzero(self.parked & ~parked)
+        self.parked[back] = False
+        # Freeing puts unhashed blocks at the front of the list, low numbers first.
+        self._pool.free_blocks([self._pool.blocks[number] for number in back])
+        for number in np.flatnonzero(parked & ~self.parked):
+            self._park(self._pool.blocks[number])
+        return self.parked_blocks == self.total_blocks - budget_blocks
+
+    def parked_at(self, budget_blocks: int) -> Blocks:
+        """What would be parked under a budget, as far as free blocks allow."""
+        parked = self.parked.copy()
         surplus = self.parked_blocks - (self.total_blocks - budget_blocks)
         if surplus > 0:
-            back = np.flatnonzero(self.parked)[:surplus]
-            self.parked[back] = False
-            # Freeing puts unhashed blocks at the front of the list, low numbers first.
-            self._pool.free_blocks([self._pool.blocks[number] for number in back])
+            parked[np.flatnonzero(parked)[:surplus]] = False
         elif surplus < 0:
-            for block in self._to_park(-surplus):
-                self._park(block)
-        return self.parked_blocks == self.total_blocks - budget_blocks
+            parked[[block.block_id for block in self._to_park(-surplus)]] = True
+        return parked
 
     def _to_park(self, wanted: int) -> list[Any]:
         """Free blocks: whole groups first, of these the ones that cache least, then high numbers."""
@@ -162,22 +168,17 @@ class KvBudget:
         block.ref_cnt = 1
         self.parked[block.block_id] = True
 
-    def unpark_all(self) -> int:
-        """Give every block back for a moment (vLLM resets its prefix cache only if all are free).
+    @contextmanager
+    def all_unparked(self) -> Iterator[None]:
+        """Every block back for a moment: vLLM resets its prefix cache only if all are free.
 
-        Returns the budget to `set` again.
+        The same ones are parked again, as their memory is gone.  Nothing may be scheduled meanwhile.
         """
-        budget_blocks = self.budget_blocks
-        self.set(self.total_blocks)
-        return budget_blocks
-
-
-def elastic_budget(scheduler: Any, settings: PluginSettings) -> tuple[KvMemory, KvBudget]:
-    """The memory under a scheduler's KV cache, and its budget in groups of blocks that fill whole pages."""
-    engine = RankShape.of(scheduler.vllm_config).board_name(settings.name)
-    memory = KvMemory(settings.boards, engine, scheduler.kv_cache_manager.block_pool.num_gpu_blocks)
-    holding, layout = memory.holding, KvLayout.of(scheduler.kv_cache_config)
-    group_blocks = 1
-    if layout is not None and not isinstance(holding, Unknown):
-        group_blocks = layout.group_blocks(holding.page_bytes)
-    return memory, KvBudget(scheduler, group_blocks)
+        parked = np.flatnonzero(self.parked)
+        self.parked[parked] = False
+        self._pool.free_blocks([self._pool.blocks[number] for number in parked])
+        try:
+            yield
+        finally:
+            for number in parked:
+                self._park(self._pool.blocks[number])

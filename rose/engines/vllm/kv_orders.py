@@ -95,6 +95,8 @@ class KvMemory:
         """Whether the worker put its KV cache into an arena; if not, orders reach nobody."""
         self._orders = OrderWriter(boards, engine) if self.elastic else None
         self._given: Blocks = np.zeros(blocks, np.bool_)
+        self.given_back: Blocks = np.zeros(blocks, np.bool_)
+        """Parked blocks whose memory is gone, as of the latest `look`."""
         self._pending: Blocks | None = None
         self._steps_before = 0
 
@@ -103,6 +105,8 @@ class KvMemory:
         if self._orders is not None and (not self.settled or now_ns - self._looked_ns >= _LOOK_NS):
             self._looked_ns = now_ns
             self.holding = self._board.read(now_ns, None)
+            if isinstance(self.holding, KvHolding) and self.holding.revision >= self._orders.revision:
+                self.given_back = self._given.copy()
 
     def order(self, parked: Blocks, steps_in_flight: int) -> None:
         """These blocks (true) are parked from now on, and no others."""
@@ -126,6 +130,7 @@ class KvMemory:
     def _give(self, parked: Blocks) -> None:
         if self._orders is not None and not np.array_equal(parked, self._given):
             self._given = parked.copy()
+            self.given_back &= parked
             self._orders.give(block_ranges(np.flatnonzero(parked).tolist()))
 
     @property

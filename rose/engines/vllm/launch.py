@@ -20,6 +20,9 @@ _PACKAGE = "rose.engines.vllm"
 _API_SERVER = "vllm.entrypoints.openai.api_server"
 _KV_BYTES_CPU = 256 * MIB
 """KV memory that a CPU engine may take: vLLM's own default there is most of the host's memory."""
+_ROOM_TO_GROW = 1.5
+"""A replica leaves half the headroom more of shared memory free than what a cut restores: otherwise every
+block that serving takes back would cause one."""
 _STEP_TOKENS_MAX = 512
 """Most tokens a step schedules (chunked prefill): bounds the step that an arriving request waits for."""
 _DROPPED = ("VLLM_CPU_KVCACHE_SPACE", "VLLM_SERVER_DEV_MODE", "VLLM_API_KEY", "VLLM_USE_SPINLOOP_EXT")
@@ -71,6 +74,7 @@ def serving_command(
     slo_classes: str = "",
     slo_token_file: str = "",
     step_log: bool = False,
+    kv_shared_bytes: int = 0,
     shape: EngineShape = DEFAULT_SHAPE,
     device: str = "cpu",
     engine_args: Sequence[str] = (),
@@ -78,7 +82,7 @@ def serving_command(
 ) -> EngineCommand:
     """A serving engine that publishes its slack; `cpus` are its worker's cores, `api_cpus` all others'.
 
-    `slo_classes` and `slo_token_file` are those of PluginSettings.
+    `slo_classes`, `slo_token_file` and `kv_shared_bytes` are those of PluginSettings.
     """
     settings = PluginSettings(
         role="serving",
@@ -93,8 +97,9 @@ def serving_command(
         slo_classes=slo_classes,
         slo_token_file=slo_token_file,
         step_log=step_log,
+        kv_shared_bytes=kv_shared_bytes,
     )
-    argv = _server(_Server(model, served_name, host, port), shape, device)
+    argv = _server(_Server(model, served_name, host, port), shape, device, kv_shared_bytes)
     argv += ["--scheduler-cls", _scheduler("serving", device)]
     if slo_classes:
         argv += ["--middleware", f"{_PACKAGE}.slo_class.SloClassMiddleware"]
@@ -125,13 +130,15 @@ def rollout_command(
         api_cpus=_cores(replica.api_cpus),
         profile_file=replica.profile,
         step_log=replica.step_log,
+        kv_shared_bytes=config.memory.shared_kv_bytes if opportunistic else 0,
+        kv_headroom_share=min(1.0, _ROOM_TO_GROW * config.memory.headroom_share),
     )
     shape = EngineShape(
         replica.kv_blocks, replica.block_tokens, replica.context_tokens_max, replica.sequences_max
     )
     device = config.device.kind
     server = _Server(replica.model, replica.served_name, replica.host, port or replica.port)
-    argv = _server(server, shape, device)
+    argv = _server(server, shape, device, settings.kv_shared_bytes)
     argv += ["--scheduler-cls", _scheduler("rollout", device)]
     argv += ["--middleware", f"{_PACKAGE}.endpoints.BellMiddleware"]
     argv += ["--weight-transfer-config", '{"backend":"rose"}', *replica.engine_args]
@@ -148,7 +155,7 @@ def _scheduler(role: str, device: str) -> str:
     return f"{_PACKAGE}.{role}_scheduler.{role.capitalize()}{kind}"
 
 
-def _server(server: _Server, shape: EngineShape, device: str) -> list[str]:
+def _server(server: _Server, shape: EngineShape, device: str, kv_bytes: int) -> list[str]:
     # The `vllm` command looks for the metadata of a distribution named vllm, which a CPU build is not.
     argv = [sys.executable, "-m", _API_SERVER, "--model", server.model]
     argv += ["--served-model-name", server.served_name, "--host", server.host, "--port", str(server.port)]
@@ -165,7 +172,7 @@ def _server(server: _Server, shape: EngineShape, device: str) -> list[str]:
     if shape.kv_blocks:
         argv += ["--num-gpu-blocks-override", str(shape.kv_blocks)]
     if device == "cpu":
-        argv += ["--enforce-eager", "--kv-cache-memory-bytes", str(_KV_BYTES_CPU)]
+        argv += ["--enforce-eager", "--kv-cache-memory-bytes", str(kv_bytes or _KV_BYTES_CPU)]
         argv += ["--worker-cls", f"{_PACKAGE}.cpu_worker.RoseCPUWorker"]
     else:
         argv += ["--worker-cls", f"{_PACKAGE}.gpu_worker.RoseGPUWorker"]

@@ -9,8 +9,7 @@ from collections.abc import Callable
 from rose.boards import BoardWriter
 from rose.core.latency import WindowQuantile
 from rose.core.readings import LimitStatus, ReplicaReading, Unknown
-from rose.engines.vllm.kv_budget import KvBudget
-from rose.engines.vllm.kv_orders import KvMemory
+from rose.engines.vllm.kv_elastic import ElasticKv
 from rose.engines.vllm.settings import PluginSettings
 from rose.engines.vllm.step_gate import StepGate
 from rose.engines.vllm.step_log import StepLog
@@ -84,8 +83,7 @@ class ReplicaBoard:
     def publish(
         self,
         gate: StepGate,
-        kv: KvBudget,
-        memory: KvMemory,
+        elastic: ElasticKv,
         *,
         running: int,
         waiting: int,
@@ -93,7 +91,8 @@ class ReplicaBoard:
     ) -> None:
         """Write the board.  A budget is applied when the memory beyond it has been given back."""
         self._published_ns = time.monotonic_ns()
-        memory.look(self._published_ns)
+        elastic.look(self._published_ns)
+        kv, memory = elastic.budget, elastic.memory
         policy, admission = gate.policy, gate.last
         limit_status = gate.limit_status
         if limit_status == LimitStatus.APPLIED and not (self.budget_complete and memory.settled):

@@ -20,7 +20,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.request import RequestStatus
 
 from rose.core.readings import Unknown
-from rose.engines.vllm.kv_budget import elastic_budget
+from rose.engines.vllm.kv_elastic import ElasticKv
 from rose.engines.vllm.replica_board import ReplicaBoard
 from rose.engines.vllm.settings import PluginSettings
 from rose.engines.vllm.step_gate import StepGate, StepInFlight
@@ -33,6 +33,8 @@ OVER_BUDGET = "rose:over_budget"
 """stop_reason of a request that the present budget could never hold."""
 
 _IDLE_STATS_NS = 100 * NS_PER_MS
+_GROW_NS = 100 * NS_PER_MS
+"""How often a replica looks for more of the memory that it shares."""
 
 
 class RolloutMixin:
@@ -61,7 +63,8 @@ class RolloutMixin:
         self._rose_gate = StepGate(settings, step_tokens_max=self.max_num_scheduled_tokens)
         if (profile := settings.profile(self.vllm_config)) is not None:
             self._rose_gate.start_from(profile)
-        self._rose_memory, self._rose_kv = elastic_budget(self, settings)
+        self._rose_elastic = ElasticKv(self, settings)
+        self._rose_kv = self._rose_elastic.budget
         self._rose_ended: list[tuple[Any, str]] = []
         self._rose_steps: deque[StepInFlight] = deque()
         self._rose_rotation = 0
@@ -70,11 +73,13 @@ class RolloutMixin:
         self._rose_version = "0"
         if self.connector is not None:
             raise ConfigError("a rollout engine cannot have a KV connector", "leave --kv-transfer-config out")
-        if not self._rose_kv.fits(self.max_model_len):
+        if not self._rose_kv.fits(self.max_model_len, self._rose_kv.total_blocks):
             raise ConfigError(
                 f"{self._rose_kv.total_blocks} KV blocks cannot hold {self.max_model_len} tokens",
                 "raise kv_blocks or lower context_tokens_max of the replica",
             )
+        self._rose_elastic.begin(self._rose_kv.total_blocks)
+        self._rose_tried_ns = time.monotonic_ns()
         self._rose_board = ReplicaBoard(settings, self._rose_heartbeat)
 
     # ---- each step --------------------------------------------------------------------------------
@@ -132,7 +137,7 @@ class RolloutMixin:
             updated_ns = time.monotonic_ns()
             if scheduler_output.total_num_scheduled_tokens and self._rose_steps:
                 step = self._rose_steps.popleft()
-                self._rose_memory.step_ended()
+                self._rose_elastic.memory.step_ended()
                 duration_ns = self._rose_board.step_ended(step.started_ns, entered_ns, step.tokens)
                 self._rose_gate.step_ended(step, duration_ns)
             self._rose_tell_ended(outputs)
@@ -222,12 +227,8 @@ class RolloutMixin:
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> Any:
         """As vLLM, with the parked blocks given back for its check that all are free."""
-        with self._rose_lock:
-            budget_blocks = self._rose_kv.unpark_all()
-            try:
-                return super().reset_prefix_cache(*args, **kwargs)  # type: ignore[misc]
-            finally:
-                self._rose_kv.set(budget_blocks)
+        with self._rose_lock, self._rose_kv.all_unparked():
+            return super().reset_prefix_cache(*args, **kwargs)  # type: ignore[misc]
 
     # ---- KV budget and board ------------------------------------------------------------------------
 
@@ -239,11 +240,22 @@ class RolloutMixin:
         wanted = min(policy.kv_budget_blocks or self._rose_kv.total_blocks, self._rose_kv.total_blocks)
         if wanted == self._rose_kv.budget_blocks and self._rose_board.budget_complete:
             return
-        if wanted < self._rose_kv.budget_blocks:
+        if wanted > self._rose_kv.budget_blocks:
+            if (wanted := self._rose_affordable(wanted)) == self._rose_kv.budget_blocks:
+                return
+        elif wanted < self._rose_kv.budget_blocks:
             self._rose_end(self._rose_kv.victims(wanted), KV_BUDGET_CUT)
-        self._rose_board.budget_complete = self._rose_kv.set(wanted)
-        self._rose_memory.order(self._rose_kv.parked, len(self._rose_steps))
+        self._rose_board.budget_complete = self._rose_elastic.resize(wanted, len(self._rose_steps))
         self._rose_end_those_too_large(list(self.requests))
+
+    def _rose_affordable(self, wanted: int) -> int:
+        """How far the budget can grow: where memory is shared there may be less, now."""
+        now_ns = time.monotonic_ns()
+        if self._rose_elastic.pages is not None:
+            if now_ns - self._rose_tried_ns < _GROW_NS:
+                return self._rose_kv.budget_blocks
+            self._rose_tried_ns = now_ns
+        return self._rose_elastic.affordable(wanted)
 
     def _rose_end_those_too_large(self, request_ids: Iterable[str]) -> None:
         """A request that the whole budget cannot hold would preempt itself for ever."""
@@ -255,8 +267,7 @@ class RolloutMixin:
     def _rose_publish(self) -> None:
         self._rose_board.publish(
             self._rose_gate,
-            self._rose_kv,
-            self._rose_memory,
+            self._rose_elastic,
             running=len(self.running),
             waiting=len(self.waiting) + len(self.kv_holding_waiting),
             weight_version=int(self._rose_version),

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from rose.engines.vllm.elastic_serving import ElasticServingMixin
 from rose.engines.vllm.settings import PluginSettings
 from rose.engines.vllm.slack_board import RankShape, SlackBoard
 from rose.engines.vllm.slo_class import budgets_of
@@ -114,6 +115,7 @@ class ServingMixin:
             len(self.waiting) + len(self.kv_holding_waiting),
             len(self.running),
             self.kv_cache_manager.block_pool.get_num_free_blocks(),
+            self.rose_kv_share,  # type: ignore[attr-defined]
         )
 
     def _rose_begun(self, step: _Begun) -> None:
@@ -184,9 +186,9 @@ class ServingMixin:
         return finished
 
 
-class ServingScheduler(ServingMixin, Scheduler):
+class ServingScheduler(ServingMixin, ElasticServingMixin, Scheduler):
     """For engines with one step in flight (CPU)."""
 
 
-class ServingAsyncScheduler(ServingMixin, AsyncScheduler):
+class ServingAsyncScheduler(ServingMixin, ElasticServingMixin, AsyncScheduler):
     """For engines that schedule ahead (GPU)."""

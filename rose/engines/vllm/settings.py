@@ -60,6 +60,11 @@ class PluginSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Latency profile to start from; empty: none."""
     step_log: bool = False
     """Log every step in a ring in `run_dir` (`rose bench coserve` reads it)."""
+    kv_shared_bytes: int = 0
+    """KV memory that the engines of this device share, all of them started with the same number: the serving
+    engine lends what it leaves unused.  0: each has its own."""
+    kv_headroom_share: float = 0.2
+    """Rollout only: share of it that is left free for serving."""
     allow_untested: bool = False
     """Load beside a vLLM release that was not tested."""
 

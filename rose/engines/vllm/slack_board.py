@@ -64,6 +64,17 @@ class RankShape(NamedTuple):
 WHOLE_ENGINE = RankShape()
 
 
+class KvShare(NamedTuple):
+    """What a serving engine lends of its KV memory (`elastic_serving`)."""
+
+    parked_blocks: int = 0
+    shortages: int = 0
+    resident_bytes: int = -1
+
+
+NOTHING_LENT = KvShare()
+
+
 class SlackBoard:
     """Keeps the slack of all requests, calibrates the latency models, and writes the board."""
 
@@ -133,7 +144,7 @@ class SlackBoard:
             shared = int(_CO_RUNNING_SHARE * (neighbours_ns - step.neighbours_ns) > duration_ns)
             self.tracker.observe_step(step.prompt_tokens, step.decodes, duration_ns, co_running=shared)
 
-    def publish(self, waiting: int, running: int, kv_free_blocks: int) -> None:
+    def publish(self, waiting: int, running: int, kv_free_blocks: int, kv: KvShare = NOTHING_LENT) -> None:
         """Write the board; tells rollout engines when serving falls idle, or only decodes go on."""
         tracker = self.tracker
         slack = tracker.slack()
@@ -143,7 +154,7 @@ class SlackBoard:
             waiting,
             running,
             tracker.pending_prefill_tokens if self._shape.prefills else 0,  # pending_prefill_tokens
-            self._kv_total_blocks - kv_free_blocks,  # kv_used_blocks
+            self._kv_total_blocks - kv_free_blocks - kv.parked_blocks,  # kv_used_blocks
             self._kv_total_blocks,  # kv_total_blocks
             slack.ttft_deadline_ns if self._shape.prefills else NEVER,  # ttft_deadline_ns
             slack.tpot_deadline_ns if self._shape.decodes else NEVER,  # tpot_deadline_ns
@@ -161,6 +172,7 @@ class SlackBoard:
             slack.drift_permille,
             self._ttft_budget_ns,
             self._step_deferred_ns,
+            *kv,
         )
         with self._lock:
             last, self._last = self._last, reading

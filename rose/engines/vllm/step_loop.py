@@ -18,7 +18,7 @@ from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
@@ -45,14 +45,16 @@ class StepLoop:
         *,
         in_flight_max: int = 1,
     ) -> None:
-        spec = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=1, dtype=torch.float32)
+        spec = FullAttentionSpec(BLOCK_TOKENS, num_kv_heads=1, head_size=1024, dtype=torch.float32)
+        blocks, page = config.cache_config.num_gpu_blocks, spec.page_size_bytes
+        cache = KVCacheTensor(blocks * page, ["layer"], layer_stride=blocks * page, block_stride=page)
         self._hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
         with _environment(settings.to_environ() if settings is not None else {}):
             self.scheduler = scheduler_cls(
                 vllm_config=config,
                 kv_cache_config=KVCacheConfig(
-                    num_blocks=config.cache_config.num_gpu_blocks,
-                    kv_cache_tensors=[],
+                    num_blocks=blocks,
+                    kv_cache_tensors=[cache],
                     kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
                 ),
                 structured_output_manager=StructuredOutputManager(config),

@@ -55,10 +55,10 @@ class RoseWorkerMixin:
         return None
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
-        """As vLLM; a rollout engine has its KV cache in an arena, so that parts of it can be given back."""
+        """As vLLM; the KV cache of a rollout engine, or of one that shares memory, lies in an arena."""
         settings = PluginSettings.from_environ()
         layout = KvLayout.of(kv_cache_config)
-        if settings is not None and settings.role == "rollout":
+        if settings is not None and (settings.role == "rollout" or settings.kv_shared_bytes):
             made = self._rose_new_arena(layout.size_bytes) if layout else None
         else:
             made = None

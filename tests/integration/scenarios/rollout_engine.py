@@ -180,9 +180,9 @@ cut: dict[str, int] = {}
 def settled(seconds: float = 5) -> None:
     """Until the worker gave back the memory of what is parked."""
     deadline = time.monotonic() + seconds
-    while not scheduler._rose_memory.settled and time.monotonic() < deadline:
+    while not scheduler._rose_elastic.memory.settled and time.monotonic() < deadline:
         time.sleep(0.01)
-        scheduler._rose_memory.look(time.monotonic_ns())
+        scheduler._rose_elastic.look(time.monotonic_ns())
 
 
 def cut_at_130(step: int) -> None:
@@ -195,7 +195,7 @@ def cut_at_130(step: int) -> None:
         settled()
     if step == 133:
         cut["held_after"] = sum(held())
-        cut["in_use_bytes"] = scheduler._rose_memory.holding.mapped_bytes
+        cut["in_use_bytes"] = scheduler._rose_elastic.memory.holding.mapped_bytes
         cut["resident_after"] = reading().kv_resident_bytes
         cut["reported_revision"] = reading().policy_revision
         cut["reported_budget"] = reading().kv_budget_blocks
