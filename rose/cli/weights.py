@@ -233,7 +233,8 @@ def publish(
     base_state = state if base is None else open_checkpoint(base).state
     if base is not None and newest:
         held = asyncio.run(_manifest(settings, JobId(job), newest)).target_digests
-        if held != digest_state(base_state):
+        found = digest_state(base_state)
+        if any(found.get(name) != digest for name, digest in held.items()):
             raise ConfigError(
                 f"{base} is not version {newest} of {job}", "name the checkpoint of that version"
             )

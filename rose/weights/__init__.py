@@ -1,27 +1,33 @@
 """Weights between trainer and engines: sparse, verified, all or nothing.
 
-A trainer uses `Publisher`; everything else is for hosts and engines.  Importing this package loads neither
-torch nor an HTTP client.
+A trainer uses `Publisher`, or `ShardedPublisher` on every rank; everything else is for hosts and engines.
+Importing this package loads neither torch nor an HTTP client.
 """
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rose.weights.background import BackgroundPublisher
     from rose.weights.publisher import Publisher, PublishReport
+    from rose.weights.sharded import ShardedPublisher
+    from rose.weights.sharding import Sharding
 
-__all__ = ["BackgroundPublisher", "PublishReport", "Publisher"]
+__all__ = ["BackgroundPublisher", "PublishReport", "Publisher", "ShardedPublisher", "Sharding"]
+
+_MODULES = {
+    "BackgroundPublisher": "background",
+    "PublishReport": "publisher",
+    "Publisher": "publisher",
+    "ShardedPublisher": "sharded",
+    "Sharding": "sharding",
+}
 
 
 def __getattr__(name: str) -> object:
-    if name == "BackgroundPublisher":
-        from rose.weights import background  # noqa: PLC0415
-
-        return background.BackgroundPublisher
-    if name in __all__:
-        from rose.weights import publisher  # noqa: PLC0415 - loads aiohttp, which most users of the package lack need of
-
-        return getattr(publisher, name)
+    """What a trainer uses loads an HTTP client, which most users of the package have no need of."""
+    if name in _MODULES:
+        return getattr(importlib.import_module(f"rose.weights.{_MODULES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

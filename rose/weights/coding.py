@@ -205,12 +205,29 @@ class _Decoded:
     indices: Indices | None
     values: Words
 
+    def over(self, before: Words | None) -> Words:
+        """All bits of the slice."""
+        if self.indices is None:
+            return self.values
+        assert before is not None
+        after = before.copy()
+        after[self.indices] = self.values
+        return after
 
-def decode_coded(manifest: Manifest, fetch: Fetch, base: State | None, *, threads: int = 1) -> list[Patch]:
+
+def decode_coded(
+    manifest: Manifest,
+    fetch: Fetch,
+    base: State | None,
+    *,
+    threads: int = 1,
+    only: Callable[[Slice], bool] = lambda part: True,
+) -> list[Patch]:
     """Patches of the parameters in mode coded, in order of name, proven against their digests.
 
     `base` may be None for an anchor; with one, everything has to be of its form, and parameters that it lacks
-    because they are tied to others are left out.  Raises CorruptDelta or WrongBase; nothing is written.
+    because they are tied to others are left out.  `only` tells which slices to decode.  Raises CorruptDelta
+    or WrongBase; nothing is written.
     """
     tables = [_read_tables(blob) for blob in manifest.tables]
     tied = frozenset() if base is None else tied_names(manifest, base)
@@ -220,10 +237,10 @@ def decode_coded(manifest: Manifest, fetch: Fetch, base: State | None, *, thread
         (number, parameter, part)
         for number, parameter in enumerate(parameters)
         for part in parameter.slices
-        if part.bucket is not None
+        if part.bucket is not None and only(part)
     ]
-    for parameter in parameters:
-        _require_form(parameter, base, anchor=manifest.base_version is None)
+    for number in sorted({number for number, _, _ in work}):
+        _require_form(parameters[number], base, anchor=manifest.base_version is None)
 
     def decode(item: tuple[int, Parameter, Slice]) -> _Decoded:
         _, parameter, part = item
@@ -238,13 +255,34 @@ def decode_coded(manifest: Manifest, fetch: Fetch, base: State | None, *, thread
     ]
 
 
+def check_pieces(pieces: Sequence[Piece], coded: CodedPieces, *, threads: int = 1) -> None:
+    """Decode what was encoded, and compare with the targets.  Raises CorruptDelta if a bit differs."""
+    tables = [_read_tables(blob) for blob in coded.tables]
+
+    def check(item: tuple[Piece, Slice]) -> None:
+        piece, part = item
+        if part.bucket is None:
+            return
+        blob = memoryview(coded.buckets[part.bucket])[part.offset : part.offset + part.length]
+        where = f"{part.bucket}: {piece.name}"
+        after = _decode_blob(where, piece.dtype, piece.target.size, part, blob, tables, piece.base).over(
+            piece.base
+        )
+        if not np.array_equal(after, piece.target):
+            raise CorruptDelta(f"{where}: the encoded delta does not give the trainer's weights")
+
+    for _ in _share_out(check, list(zip(pieces, coded.slices, strict=True)), threads):
+        pass
+
+
 def check_blobs(manifest: Manifest, fetch: Fetch) -> None:
     """Check all that can be checked without the base: headers, tables, digests.  Raises CorruptDelta."""
     tables = [_read_tables(blob) for blob in manifest.tables]
     for parameter in manifest.parameters:
         for part in parameter.slices:
             if part.bucket is not None and not part.raw:
-                _reader(parameter, part, fetch(part), tables)
+                where, elements = _where(parameter, part), _elements(parameter, part)
+                _reader(where, parameter.dtype, elements, part, fetch(part), tables)
 
 
 def _read_tables(blob: bytes) -> delta.GroupTables:
@@ -282,40 +320,49 @@ def _decode_slice(
         before = base.words if part.box is None else boxes.take(base.words, base.shape, part.box)
         if digest(before) != base_digest:
             raise WrongBase(f"{where}: the bytes held are not those that the delta was made on")
-    if part.raw:
-        decoded = _Decoded(None, np.frombuffer(blob, np.uint8).view(word_dtype(parameter.dtype)))
-    else:
-        reader = _reader(parameter, part, blob, tables)
-        try:
-            decoded = _Decoded(*reader.decode(before))
-        except delta.CorruptDelta as error:
-            raise CorruptDelta(f"{where}: {error}") from None
-    after = decoded.values
-    if decoded.indices is not None:
-        assert before is not None
-        after = before.copy()
-        after[decoded.indices] = decoded.values
-    if digest(after) != (parameter.target_digest if part.box is None else part.target_digest):
+    decoded = _decode_blob(where, parameter.dtype, _elements(parameter, part), part, blob, tables, before)
+    if digest(decoded.over(before)) != (parameter.target_digest if part.box is None else part.target_digest):
         raise CorruptDelta(f"{where}: decodes to other bytes than promised")
     return decoded
 
 
+def _decode_blob(
+    where: str,
+    dtype: str,
+    elements: int,
+    part: Slice,
+    blob: memoryview,
+    tables: Sequence[delta.GroupTables],
+    before: Words | None,
+) -> _Decoded:
+    if part.raw:
+        return _Decoded(None, np.frombuffer(blob, np.uint8).view(word_dtype(dtype)))
+    reader = _reader(where, dtype, elements, part, blob, tables)
+    try:
+        return _Decoded(*reader.decode(before))
+    except delta.CorruptDelta as error:
+        raise CorruptDelta(f"{where}: {error}") from None
+
+
+def _elements(parameter: Parameter, part: Slice) -> int:
+    return parameter.elements if part.box is None else boxes.size_of(part.box)
+
+
 def _reader(
-    parameter: Parameter, part: Slice, blob: memoryview, tables: Sequence[delta.GroupTables]
+    where: str,
+    dtype: str,
+    elements: int,
+    part: Slice,
+    blob: memoryview,
+    tables: Sequence[delta.GroupTables],
 ) -> delta.ShardReader:
     """A reader of the slice's blob, if its header says what the manifest says.  Raises CorruptDelta."""
-    where = _where(parameter, part)
     try:
         reader = delta.ShardReader(blob, None if part.tables is None else tables[part.tables])
     except delta.CorruptDelta as error:
         raise CorruptDelta(f"{where}: {error}") from None
-    elements = parameter.elements if part.box is None else boxes.size_of(part.box)
     header = reader.header
-    if (header.elements, header.element, header.changed) != (
-        elements,
-        delta.FORMATS[parameter.dtype],
-        part.changed,
-    ):
+    if (header.elements, header.element, header.changed) != (elements, delta.FORMATS[dtype], part.changed):
         raise CorruptDelta(f"{where}: the slice is another than the manifest says")
     return reader
 

@@ -19,7 +19,7 @@ from rose.weights import container, encoding
 from rose.weights import manifest as manifests
 from rose.weights.bits import Bits, State
 from rose.weights.digests import digest
-from rose.weights.manifest import Manifest, tied_names
+from rose.weights.manifest import Manifest, Parameter, tied_names
 from rose.weights.patches import Patch, apply_patch
 
 _PATCHES = "patches"
@@ -56,9 +56,18 @@ def decode_staged(version_dir: Path, base: State, *, threads: int = 1) -> Path:
     final = version_dir / _PATCHES
     if _whole(final, manifest):
         return final
-    patches = container.read_patches(version_dir, base, threads=threads)
     tied = tied_names(manifest, base)
-    encoded = encoding.encode_decoded(manifest, (patch for patch in patches if patch.name not in tied), tied)
+    patches = {
+        patch.name: patch
+        for patch in container.read_patches(version_dir, base, threads=threads)
+        if patch.name not in tied
+    }
+    digests = {
+        parameter.name: _digests(parameter, base, patches.get(parameter.name))
+        for parameter in manifest.parameters
+        if parameter.name not in tied
+    }
+    encoded = encoding.encode_decoded(manifest, patches.values(), digests)
     draft = version_dir / f".{_PATCHES}.partial"
     for stale in (draft, final):
         shutil.rmtree(stale, ignore_errors=True)
@@ -94,6 +103,16 @@ class Overlay(Mapping[str, Bits]):
         for patch in self._patches[name]:
             bits = apply_patch(bits, patch)
         return bits
+
+
+def _digests(parameter: Parameter, base: State, patch: Patch | None) -> tuple[str | None, str]:
+    """Of all of the parameter before (None in an anchor) and after; computed where no trainer rank knew."""
+    if parameter.target_digest is not None:
+        return parameter.base_digest, parameter.target_digest
+    held = base[parameter.name]
+    before = digest(held.words)
+    after = before if patch is None else digest(apply_patch(held, patch).words)
+    return (None if parameter.slices[0].base_digest is None else before), after
 
 
 def _whole(patches: Path, manifest: Manifest) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -143,26 +143,28 @@ def encode_coded(
 
 
 def encode_decoded(
-    manifest: Manifest, patches: Iterable[Patch], tied: Collection[str] = ()
+    manifest: Manifest,
+    patches: Iterable[Patch],
+    digests: Mapping[str, tuple[str | None, str]],
 ) -> EncodedVersion:
     """What a host keeps of a coded version: its patches, ready to be applied without a base.
 
-    Parameters that are `tied` to others are left out.
+    `digests` are those before and after of the parameters that the host holds; others are left out.
     """
-    parameters = [each for each in manifest.parameters if each.name not in tied]
+    origin = Origin(digest=digest(manifests.encode(manifest)), delta_bytes=manifest.delta_bytes)
+    parameters = [each for each in manifest.parameters if each.name in digests]
     changes = {each.name: _unchanged(each.dtype, each.shape) for each in parameters}
     for patch in patches:
         changes[patch.name] = _Change(
             patch.dtype, patch.shape, patch.values.size, patch.indices, patch.values
         )
-    origin = Origin(digest=digest(manifests.encode(manifest)), delta_bytes=manifest.delta_bytes)
-    before = {each.name: each.base_digest for each in parameters if each.base_digest is not None}
+    before = {name: base for name, (base, _) in digests.items() if base is not None}
     form = _Form(
         manifest.job,
         manifest.version,
         manifest.base_version,
         None if manifest.base_version is None else before,
-        {each.name: each.target_digest for each in parameters},
+        {name: target for name, (_, target) in digests.items()},
         origin=origin,
     )
     return _encode(form, changes)
@@ -247,7 +249,7 @@ def _seal(
     buckets: Mapping[str, bytes],
     tables: tuple[bytes, ...] = (),
 ) -> EncodedVersion:
-    manifest = Manifest(
+    made = Manifest(
         job=form.job,
         version=form.version,
         base_version=form.base_version,
@@ -260,8 +262,12 @@ def _seal(
         tables=tables,
         origin=form.origin,
     )
-    # Through `decode`, as whatever we would refuse to read must not be written either.
-    return EncodedVersion(manifests.decode(manifests.encode(manifest)), buckets)
+    return EncodedVersion(checked(made), buckets)
+
+
+def checked(manifest: Manifest) -> Manifest:
+    """The manifest as a reader gets it: what we would refuse to read must not be written either."""
+    return manifests.decode(manifests.encode(manifest))
 
 
 def _mode(change: _Change, *, anchor: bool) -> Mode:

@@ -12,7 +12,6 @@ from rose.units import JobId, WeightVersion
 from rose.weights import container
 from rose.weights.bits import State
 from rose.weights.manifest import Manifest
-from rose.weights.patches import check_base
 from rose.weights.store import WeightStore
 
 _COMMON = frozenset({"model", "layers", "language_model", "weight"})
@@ -106,9 +105,22 @@ def verify_staged(store: WeightStore, job: JobId, versions: Iterable[WeightVersi
         manifest = store.manifest(job, version)
         container.check_buckets(manifest, container.read_buckets(store.path(job, version), manifest))
         if manifest.base_version is not None and (base := seen.get(manifest.base_version)) is not None:
-            check_base(manifest, base.target_digests)
+            _check_follows(manifest, base)
         seen[version] = manifest
         yield manifest
+
+
+def _check_follows(manifest: Manifest, base: Manifest) -> None:
+    """Check what both know of the bytes between them.  Raises WrongBase."""
+    known = base.target_digests
+    if manifest.fingerprint != base.fingerprint:
+        raise WrongBase(f"version {manifest.version} is of another model than version {base.version}")
+    for parameter in manifest.parameters:
+        held = known.get(parameter.name)
+        if None not in (held, parameter.base_digest) and held != parameter.base_digest:
+            raise WrongBase(
+                f"{parameter.name}: version {manifest.version} is not built on the bytes of {base.version}"
+            )
 
 
 def _by_kind(parameters: Iterable[tuple[str, int, int, int, int | None]]) -> tuple[Change, ...]:

@@ -116,8 +116,11 @@ class Parameter(_Record, frozen=True, kw_only=True):
     """Elements that differ from the base; all of them in an anchor."""
     base_digest: Digest | None
     """xxh3-128 of the parameter's bytes before; None in an anchor."""
-    target_digest: Digest
-    """xxh3-128 of the parameter's bytes in this version."""
+    target_digest: Digest | None
+    """xxh3-128 of the parameter's bytes in this version.
+
+    None, as the one before, where trainer ranks hold a slice each: only the digests of those are known then.
+    """
     shards: tuple[Shard, ...] = ()
     """In order of `start`, at most one per bucket; empty unless the mode is coo or dense."""
     slices: tuple[Slice, ...] = ()
@@ -193,8 +196,8 @@ class Manifest(_Record, frozen=True, kw_only=True):
 
     @property
     def target_digests(self) -> dict[str, str]:
-        """Digest of every parameter in this version, by name."""
-        return {parameter.name: parameter.target_digest for parameter in self.parameters}
+        """Digest of every parameter in this version, by name, where it is known: on a host, of all."""
+        return {each.name: each.target_digest for each in self.parameters if each.target_digest is not None}
 
 
 def encode(manifest: Manifest) -> bytes:
@@ -261,8 +264,15 @@ def tied_names(manifest: Manifest, held: Collection[str]) -> frozenset[str]:
     return frozenset(each.name for each in strange if len(each.shape) > 1 and _identity(each) in known)
 
 
-def _identity(parameter: Parameter) -> tuple[str, tuple[int, ...], str | None, str]:
-    return (parameter.dtype, parameter.shape, parameter.base_digest, parameter.target_digest)
+def _identity(parameter: Parameter) -> tuple[object, ...]:
+    parts = tuple((part.box, part.base_digest, part.target_digest) for part in parameter.slices)
+    return (
+        parameter.dtype,
+        parameter.shape,
+        parameter.base_digest,
+        parameter.target_digest,
+        parts if parameter.target_digest is None else (),
+    )
 
 
 def _check_parameter(parameter: Parameter, *, anchor: bool) -> None:
@@ -272,14 +282,21 @@ def _check_parameter(parameter: Parameter, *, anchor: bool) -> None:
 
     require(parameter.dtype in ITEMSIZE, f"unknown dtype {parameter.dtype[:40]!r}")
     require(parameter.nbytes <= PARAMETER_BYTES_MAX, f"shape {parameter.shape} is above the size limit")
-    require(
-        (parameter.base_digest is None) == anchor, "base digest missing in a delta, or present in an anchor"
-    )
+    proven = parameter.target_digest is not None
+    if proven:
+        require(
+            (parameter.base_digest is None) == anchor,
+            "base digest missing in a delta, or present in an anchor",
+        )
+    else:
+        require(parameter.base_digest is None, "a digest before and none after")
+        sliced = parameter.mode == "coded" and parameter.slices and parameter.slices[0].box is not None
+        require(bool(sliced), "no digest")
     require(parameter.changed <= parameter.elements, "more changed elements than elements")
     if anchor:
         require(parameter.mode in {"dense", "coded"}, "an anchor holds whole parameters")
         require(parameter.changed == parameter.elements, "an anchor changes all elements")
-    else:
+    elif proven:
         moved = parameter.mode != "same"
         require(
             moved == (parameter.changed > 0),

@@ -64,8 +64,9 @@ def check_base(manifest: Manifest, digests: Mapping[str, str]) -> None:
     Names that are tied to what is held (`manifest.tied_names`) need not be there.
     """
     tied = manifests.tied_names(manifest, digests)
-    if digests.keys() != manifest.target_digests.keys() - tied:
-        odd = sorted((digests.keys() ^ manifest.target_digests.keys()) - tied)
+    names = {parameter.name for parameter in manifest.parameters}
+    if digests.keys() != names - tied:
+        odd = sorted((digests.keys() ^ names) - tied)
         raise WrongBase(f"version {manifest.version} is of another model: {', '.join(odd[:3])}")
     for parameter in manifest.parameters:
         if parameter.name in tied:

@@ -1,7 +1,7 @@
 """How parameters are laid out over buckets.
 
-A shard is a run of a parameter's stored entries inside one bucket.  In this release trainers push whole
-parameters; a shard ends only where its bucket is full.
+A shard is a run of a parameter's stored entries inside one bucket; it ends only where its bucket is full.
+Coded versions have slices instead (`rose.weights.coding`).
 """
 
 from __future__ import annotations
