@@ -94,6 +94,9 @@ class DeviceConfig(_Section, frozen=True):
 class ServingConfig(_Section, frozen=True):
     """The serving engine on this host.  ROSE observes it; it never starts, stops or restarts it."""
 
+    mode: Literal["plugin", "metrics"] = "plugin"
+    """plugin: the engine has ROSE's plugin and publishes its slack.  metrics: it has not; rollout runs only
+    after it was idle for a while, one capped step for each reading of its metrics."""
     name: str = "serving"
     """Name the serving engine's plugin was given; names its board."""
     boards: tuple[str, ...] = ()
@@ -106,7 +109,14 @@ class ServingConfig(_Section, frozen=True):
     tpot_slo_ms: float = 60
     """Budget of the time per output token after the first."""
     probe_ms: float = 1000
-    """Period of the health probe and of the reading of its metrics."""
+    """Period of the health probe and of the reading of its metrics (mode plugin)."""
+    metrics_ms: float = 500
+    """The same in mode metrics; at least ttft_slo_ms, as a request shows in the metrics only once it has its
+    first token."""
+    metrics_stale_ms: float = 5000
+    """Metrics older than this are unknown."""
+    quiet_ms: float = 2000
+    """Mode metrics: how long the engine must have had nothing to do."""
 
 
 class ReplicaConfig(_Section, frozen=True):
@@ -144,6 +154,21 @@ class ReplicaConfig(_Section, frozen=True):
     """Log every step in a ring in `node.run_dir`, for measurements: some microseconds a step."""
     engine_args: tuple[str, ...] = ()
     """More arguments for the vLLM server."""
+
+
+class MpsConfig(_Section, frozen=True):
+    """NVIDIA MPS (kind cuda): serving and rollout at once on the GPU, instead of taking turns."""
+
+    enabled: bool = False
+    """The operator opts in here and in the launch of the serving engine: see `rose mps env`."""
+    thread_percentage: int = 30
+    """Share of the GPU's multiprocessors that the rollout engine may use, in percent."""
+    memory_bytes: int = 0
+    """Device memory that the rollout engine may take; 0 means no limit."""
+    run_dir: str = "/run/rose/mps"
+    """Pipes and logs of the GPU's own control daemon, in a folder named by its UUID."""
+    control: str = "nvidia-cuda-mps-control"
+    """NVIDIA's command."""
 
 
 class AdmissionConfig(_Section, frozen=True):
@@ -281,6 +306,7 @@ class Config(_Section, frozen=True):
     device: DeviceConfig = DeviceConfig()
     serving: ServingConfig = ServingConfig()
     replicas: tuple[ReplicaConfig, ...] = ()
+    mps: MpsConfig = MpsConfig()
     admission: AdmissionConfig = AdmissionConfig()
     memory: MemoryConfig = MemoryConfig()
     scheduler: SchedulerConfig = SchedulerConfig()

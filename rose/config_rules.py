@@ -6,6 +6,7 @@ import ipaddress
 import math
 import re
 from operator import attrgetter
+from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 from urllib.parse import SplitResult, urlsplit
 
@@ -13,7 +14,7 @@ import msgspec
 
 from rose.core.admission import LEASE_NS_MAX
 from rose.errors import ConfigError
-from rose.units import NS_PER_MS
+from rose.units import MIB, NS_PER_MS
 
 if TYPE_CHECKING:
     from rose.config import Config, RelayConfig
@@ -23,6 +24,7 @@ _ABOVE_ZERO = (
     "node.tick_ms", "node.heartbeat_ms", "node.engine_start_timeout_s", "node.engine_stop_grace_s",
     "node.restart_backoff_s", "node.weights_timeout_s", "node.log_bytes_max", "node.journal_bytes_max",
     "serving.ttft_slo_ms", "serving.tpot_slo_ms", "serving.probe_ms",
+    "serving.metrics_ms", "serving.metrics_stale_ms", "serving.quiet_ms",
     "admission.board_stale_ms", "memory.kv_budget_blocks_min",
     "scheduler.suspect_after_ms", "scheduler.stall_timeout_ms", "scheduler.turn_stall_timeout_s",
     "scheduler.queue_max", "scheduler.body_bytes_max", "relay.capacity_bytes", "relay.stage_ttl_s",
@@ -30,11 +32,12 @@ _ABOVE_ZERO = (
     "job.trajectories_per_replica_max",
 )  # fmt: skip
 _NOT_NEGATIVE = (
-    "node.weights_undo_max", "device.memory_bytes", "memory.shared_kv_bytes", "admission.token_cap",
-    "admission.margin_ms", "relay.pace_bytes_per_s", "job.n_rl", "job.n_serving_max", "job.staleness_max",
-    "scheduler.lease_min_s",
+    "node.weights_undo_max", "device.memory_bytes", "mps.memory_bytes", "memory.shared_kv_bytes",
+    "admission.token_cap", "admission.margin_ms", "relay.pace_bytes_per_s",
+    "job.n_rl", "job.n_serving_max", "job.staleness_max", "scheduler.lease_min_s",
 )  # fmt: skip
 _URL_MAX = 512
+_MPS_DEFAULT = PurePosixPath("/tmp/nvidia-mps")
 _NAME_HINT = "letters, digits, dots, dashes and underscores"
 
 
@@ -70,6 +73,8 @@ def check(config: Config, source: str) -> None:
 
     _check_replicas(config, refuse)
     _check_numbers(config, refuse)
+    _check_metrics(config, refuse)
+    _check_mps(config, refuse)
     _check_addresses(config, refuse)
 
 
@@ -115,6 +120,46 @@ def _check_numbers(config: Config, refuse: _Refuse) -> None:
             refuse(key, f"{_get(config, key)} must not be negative")
     _check_ports(config, refuse)
     _check_shares(config, refuse)
+
+
+def _check_metrics(config: Config, refuse: _Refuse) -> None:
+    serving = config.serving
+    key = "metrics_ms" if serving.mode == "metrics" else "probe_ms"
+    period_ms = getattr(serving, key)
+    if serving.metrics_stale_ms <= period_ms:
+        why = f"{serving.metrics_stale_ms:g} must be above serving.{key}, {period_ms:g}"
+        refuse("serving.metrics_stale_ms", why, "or the metrics are stale between two readings")
+    if serving.mode == "plugin":
+        return
+    if serving.boards:
+        refuse("serving.boards", "needs serving.mode plugin", "rosed infers the slack of one engine")
+    if config.memory.shared_kv_bytes:
+        refuse("memory.shared_kv_bytes", "needs serving.mode plugin", "an engine without it shares no memory")
+    if serving.metrics_ms < serving.ttft_slo_ms:
+        why = f"{serving.metrics_ms:g} must be at least serving.ttft_slo_ms, {serving.ttft_slo_ms:g}"
+        refuse("serving.metrics_ms", why, "or rollout could run several times before a request is seen")
+    if serving.quiet_ms < serving.metrics_ms:
+        refuse("serving.quiet_ms", "must be at least serving.metrics_ms", "or one reading would be enough")
+    for section in config.replicas:
+        if section.kind == "opportunistic" and not section.profile:
+            why = "is needed in serving.mode metrics: it caps the step that a request may have to wait for"
+            refuse(f"replicas.{section.id}.profile", why, "measure one with `rose profile`")
+
+
+def _check_mps(config: Config, refuse: _Refuse) -> None:
+    mps = config.mps
+    if not 1 <= mps.thread_percentage <= 100:
+        refuse("mps.thread_percentage", f"{mps.thread_percentage} must lie in [1, 100]")
+    if mps.memory_bytes and mps.memory_bytes < MIB:
+        refuse("mps.memory_bytes", f"{mps.memory_bytes} is less than a MiB", "0 means no limit")
+    directory = PurePosixPath(mps.run_dir)
+    if not directory.is_absolute():
+        refuse("mps.run_dir", f"{mps.run_dir!r} is not an absolute path")
+    if _MPS_DEFAULT in (directory, *directory.parents):
+        why = "is where every CUDA process of the host looks for a daemon"
+        refuse("mps.run_dir", f"{mps.run_dir} {why}", "such as /run/rose/mps")
+    if mps.enabled and config.device.kind != "cuda":
+        refuse("mps.enabled", "needs device.kind cuda")
 
 
 def _check_ports(config: Config, refuse: _Refuse) -> None:

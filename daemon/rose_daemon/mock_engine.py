@@ -31,6 +31,7 @@ from rose_daemon.mock_cache import PrefixCache
 from rose_daemon.mock_shapes import Generation, Shaper, understand
 
 _ABORT_CUT = "rose:kv_budget_cut"
+_PREFILL_BOUND_S = 0.05
 _PARAMETERS = ("model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight", "lm_head.weight")
 
 
@@ -53,6 +54,10 @@ class MockState:
     served: list[dict[str, Any]] = field(default_factory=list)
     """Bodies of all generation requests, oldest first."""
     tokens: int = 0
+    prompt_tokens: int = 0
+    prefills: int = 0
+    prefill_s: float = 0
+    """Seconds that the prefills so far took together."""
     aborted: int = 0
     silent_s: float = 0.0
     """Time before a request is taken in, in which nothing is answered."""
@@ -129,7 +134,14 @@ class _Handlers:
             f"vllm:num_requests_running{label} {len(self._state.requests)}",
             f"vllm:num_requests_waiting{label} 0",
             f"vllm:kv_cache_usage_perc{label} 0.0",
+            f"vllm:prompt_tokens_total{label} {self._state.prompt_tokens}",
             f"vllm:generation_tokens_total{label} {self._state.tokens}",
+            f"vllm:request_prefill_time_seconds_sum{label} {self._state.prefill_s}",
+            f"vllm:request_prefill_time_seconds_count{label} {self._state.prefills}",
+            *(
+                f'vllm:request_prefill_time_seconds_bucket{{le="{bound}",{label[1:]} {self._state.prefills}'
+                for bound in (_PREFILL_BOUND_S, "+Inf")
+            ),
         ]
         return web.Response(text="\n".join(lines) + "\n", content_type="text/plain")
 
@@ -203,8 +215,13 @@ class _Handlers:
         state = self._state
         if generation.chat:
             yield shaper.opening()
+        state.prompt_tokens += sum(map(len, generation.prompts))
+        began_s, first = time.monotonic(), True
         while running := [choice for choice in shaper.choices if choice.open]:
             await self._pause(run)
+            if first:
+                state.prefills, first = state.prefills + 1, False
+                state.prefill_s += time.monotonic() - began_s
             for choice in running:
                 if run.aborted is not None:
                     yield shaper.end(choice, "abort", run.aborted or None)

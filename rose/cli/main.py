@@ -59,6 +59,7 @@ _SUMMARY = {
     "demo": "Run the whole system on this machine and report.",
     "bench": "Measure: co-serving, weight deltas.",
     "profile": "Measure how long the steps of a model take on this host.",
+    "mps": "Share the GPU through NVIDIA MPS: serving and rollout at once, instead of in turns.",
     "sim": "Run or reproduce experiments in the simulator.",
 }
 """One line a command, here so that help need not import the commands."""

@@ -63,7 +63,8 @@ def _host(body: dict[str, Any]) -> RenderableType:
     table.add_row("node", f"{body['node']} on {host['name']}, rosed up {host['uptime_s']:.0f} s")
     for device in body["devices"]:
         use = _or_unknown(device, "utilisation", lambda share: f"{share:.0%} busy")
-        table.add_row("device", f"{device['name']}  {_mib(device, 'memory_bytes')}  {use}")
+        sharing = f"shared by {device['sharing']}"
+        table.add_row("device", f"{device['name']}  {_mib(device, 'memory_bytes')}  {use}  {sharing}")
     serving = body["serving"]
     table.add_row("serving", f"{serving['state']}  {_slack(serving)}".rstrip())
     table.add_row("memory", _memory(body["memory"]))
@@ -130,6 +131,8 @@ def _slack(serving: dict[str, Any]) -> str:
         return "no serving engine on this host"
     if serving.get("unknown"):
         return _unknown(serving, "slack")
+    if serving["mode"] == "metrics":
+        return "by its metrics only: when it was idle for a while, one capped rollout step for each reading"
     texts = [
         f"{name} slack " + ("no deadline" if serving[key] is None else f"{serving[key]:.0f} ms")
         for name, key in (("TTFT", "ttft_slack_ms"), ("TPOT", "tpot_slack_ms"))

@@ -309,8 +309,7 @@ class NodeMachine:
                 hosted.device_closed = self._device.closes(self._now_ns)
             effects += hosted.publish_gate(self._rl_step, self._now_ns)
         if self._begun and not self._shutting_down:
-            for hosted in self.replicas.values():
-                effects += hosted.life.advance(self._now_ns)
+            effects += self._advance()
             for hosted in self.replicas.values():
                 effects += hosted.update(self.shelf, self._now_ns)
             effects += self._pull()
@@ -320,6 +319,21 @@ class NodeMachine:
         if routed_by != self._reported:
             self._reported = routed_by
             effects.append(ReportNow())
+        return effects
+
+    def _advance(self) -> list[NodeEffect]:
+        """Processes that are due.  One engine at a time starts on the shared device: two that measure its
+        memory at once would charge each other's to themselves."""
+        effects: list[NodeEffect] = []
+        starting = False
+        lent_first = sorted(
+            self.replicas.values(), key=lambda hosted: hosted.life.phase is not Phase.STARTING
+        )
+        for hosted in lent_first:
+            waits = hosted.life.phase in {Phase.STOPPED, Phase.BACKOFF}
+            if not (starting and waits and hosted.memory):
+                effects += hosted.life.advance(self._now_ns)
+            starting = starting or bool(hosted.memory and hosted.life.phase is Phase.STARTING)
         return effects
 
     def _pull(self) -> list[NodeEffect]:

@@ -63,6 +63,8 @@ class ServingWatch:
         slack = None if isinstance(self._slack, Unknown) else self._slack
         if slack is None or self.trouble is not None:
             state, reason = self.trouble or (ServingState.UNKNOWN, "")
+            if isinstance(self._slack, Unknown) and reason == self._slack.reason:
+                reason = str(self._slack)  # with its age, which is no reason to say it again
             return ServingView(name=self._name, state=state, reason=reason)
         busy = slack.waiting or slack.running or slack.in_step
         return ServingView(

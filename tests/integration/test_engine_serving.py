@@ -9,10 +9,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 from engine_world import TOKEN, EnginePair
+from rose_daemon.node.inferred import load_sample
+from rose_daemon.telemetry.engine_metrics import EngineMetrics
+from rose_daemon.telemetry.serving import scrape
 
 from rose.boards import WatchedBoard
+from rose.core.inferred import LoadSample
 from rose.core.readings import NEVER, GateMode, GateReason, GateTransition, SlackReading, Unknown
 from rose.rings import RingReader
 
@@ -233,3 +238,16 @@ def test_a_kv_cut_reaches_the_client_over_http(engine_pair: EnginePair) -> None:
 def test_a_request_that_no_budget_could_hold_is_an_error(engine_pair: EnginePair) -> None:
     body = {"model": "rollout", "prompt": [7] * 2100, "max_tokens": 64}
     assert engine_pair.rollout.http.post("/v1/completions", json=body).status_code == 400
+
+
+async def test_the_metrics_of_this_release_are_all_understood(engine_pair: EnginePair) -> None:
+    engine_pair.serving.complete("serving", PROMPT, 4)
+    url = engine_pair.serving.url
+    async with aiohttp.ClientSession() as session:
+        metrics = await scrape(session, url, 10)
+        assert isinstance(metrics, EngineMetrics)
+        assert [signal for signal in metrics if isinstance(signal, Unknown)] == []
+        assert isinstance(load_sample(metrics), LoadSample)
+        again = await scrape(session, url, 10)
+    assert isinstance(again, EngineMetrics)
+    assert (again.running, again.waiting, again.tokens) == (0, 0, metrics.tokens), "it is idle"

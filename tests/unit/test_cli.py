@@ -26,6 +26,7 @@ STATUS: dict[str, Any] = {
     "devices": [
         {
             "name": "CPU cores 0",
+            "sharing": "time-slice",
             "memory_bytes": None,
             "utilisation": 0.5,
             "unknown": [
@@ -33,7 +34,7 @@ STATUS: dict[str, Any] = {
             ],
         }
     ],
-    "serving": {"state": "busy", "ttft_slack_ms": 120.0, "tpot_slack_ms": None},
+    "serving": {"state": "busy", "mode": "plugin", "ttft_slack_ms": 120.0, "tpot_slack_ms": None},
     "gate": {"open": False, "reason": "serving_running", "mode": "strict"},
     "memory": {
         "state": "frozen",

@@ -154,3 +154,47 @@ def test_rose_config_names_the_file(tmp_path: Path) -> None:
     named = tmp_path / "other.toml"
     named.write_text('[node]\nid = "n-7"\n')
     assert config.load(None, {"ROSE_CONFIG": str(named)}).node.id == "n-7"
+
+
+METRICS = """
+[serving]
+url = "http://127.0.0.1:8000"
+mode = "metrics"
+{serving}
+[[replicas]]
+id = "a"
+kind = "opportunistic"
+model = "/m"
+{replica}
+"""
+
+
+def test_serving_without_the_plugin_is_accepted_with_a_profile() -> None:
+    text = METRICS.format(serving="", replica='profile = "/p.json"')
+    assert build(**tomllib.loads(text)).serving.mode == "metrics"
+
+
+@pytest.mark.parametrize(
+    ("serving", "replica", "key"),
+    [
+        ("metrics_ms = 15000", 'profile = "/p"', "serving.metrics_stale_ms"),
+        ("metrics_ms = 15000\nmetrics_stale_ms = 200", 'profile = "/p"', "serving.metrics_stale_ms"),
+        ("metrics_ms = 249", 'profile = "/p"', "serving.metrics_ms"),
+        ("ttft_slo_ms = 501", 'profile = "/p"', "serving.metrics_ms"),
+        ("quiet_ms = 499", 'profile = "/p"', "serving.quiet_ms"),
+        ("quiet_ms = 0", 'profile = "/p"', "serving.quiet_ms"),
+        ('boards = ["a"]', 'profile = "/p"', "serving.boards"),
+        ("[memory]\nshared_kv_bytes = 1073741824", 'profile = "/p"', "memory.shared_kv_bytes"),
+        ("", "", "replicas.a.profile"),
+    ],
+)
+def test_metrics_settings_that_could_harm_serving_or_never_open_are_refused(
+    serving: str, replica: str, key: str
+) -> None:
+    with pytest.raises(ConfigError, match=key):
+        build(**tomllib.loads(METRICS.format(serving=serving, replica=replica)))
+
+
+def test_a_poll_slower_than_the_limit_of_its_freshness_is_refused_beside_the_plugin_too() -> None:
+    with pytest.raises(ConfigError, match=r"serving.metrics_stale_ms"):
+        build(serving={"probe_ms": 15000.0, "metrics_stale_ms": 200.0})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TypeVar
 
+import msgspec
 import pytest
 
 from rose.core.effects import (
@@ -206,6 +207,25 @@ def test_news_about_replicas_and_jobs_of_others_is_said_once_and_changes_nothing
     )
     assert bench.said() == ["replica_unknown", "foreign_job"]
     assert (bench.view.replicas, bench.view.rl_step, bench.view.newest_version) == (before.replicas, 0, 0)
+
+
+def test_one_engine_at_a_time_starts_on_the_shared_device() -> None:
+    common = node_settings().replicas[0]
+    names = [ReplicaId(name) for name in "abc"]
+    lent = tuple(msgspec.structs.replace(common, replica=name) for name in names)
+    bench = Bench(replicas=(*lent, node_settings().replicas[1]))
+    bench(Tick())
+    assert [effect.replica for effect in bench.all(StartEngine)] == [names[0], DED]
+    bench(Tick(), EngineStarted(names[0], 1), Tick())
+    assert not bench.all(StartEngine)
+    bench(EngineExited(names[0], 1, "initial free memory, current free memory"))
+    assert [effect.replica for effect in bench.all(StartEngine)] == [names[1]]
+    bench(EngineStarted(names[1], 2), EngineReady(names[1], WeightVersion(0)))
+    assert [effect.replica for effect in bench.all(StartEngine)] == [names[0]], (
+        "its turn came after its pause"
+    )
+    bench(EngineStarted(names[0], 3), EngineReady(names[0], WeightVersion(0)))
+    assert [effect.replica for effect in bench.all(StartEngine)] == [names[2]]
 
 
 # ---- gate -----------------------------------------------------------------------------------------
@@ -514,7 +534,7 @@ def test_trouble_with_serving_is_said_at_its_edges() -> None:
     bench(gone, gone, gone)
     assert bench.said() == ["serving_unknown"]
     assert bench.view.serving.state == "unknown"
-    assert bench.view.serving.reason == "owner_gone"
+    assert bench.view.serving.reason == "owner_gone age=5.0s"
     assert not bench.view.healthy
     assert [(s.signal, s.reason, s.age_ms) for s in bench.view.unknown if "slack" in s.signal] == [
         ("serving.slack", "owner_gone", 5000)

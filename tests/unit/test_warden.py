@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from rose_daemon.node import warden
-from rose_daemon.node.telemetry import tree_bytes
+from rose_daemon.node.host import tree_bytes
 
 from rose.boards import process_start_ticks
 

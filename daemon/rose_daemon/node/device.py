@@ -10,7 +10,7 @@ from rose.boards import Owner
 from rose.config import Config, DeviceConfig
 from rose.core.events import DeviceObserved, MemoryObserved
 from rose.core.readings import Unknown
-from rose_daemon.node import telemetry
+from rose_daemon.node import host
 from rose_daemon.node.warden import descendants, parents
 from rose_daemon.telemetry import faults
 from rose_daemon.telemetry.gpu import GpuWatch
@@ -20,7 +20,7 @@ from rose_daemon.telemetry.normalise import HostMemory, attribute
 class Device(Protocol):
     """What rosed asks of the shared device.  Calls may read /proc, so they belong in a thread."""
 
-    def memory(self, serving: Owner | None, rollout_pids: Iterable[int]) -> MemoryObserved:
+    def memory(self, serving: Owner | Unknown | None, rollout_pids: Iterable[int]) -> MemoryObserved:
         """Its memory, and whose it is."""
 
     def utilisation(self) -> float | Unknown:
@@ -47,7 +47,7 @@ def open_device(config: Config) -> Device:
 
 def host_memory() -> HostMemory | Unknown:
     """Memory of the host, which parts without their own share."""
-    total, available = telemetry.meminfo("MemTotal"), telemetry.meminfo("MemAvailable")
+    total, available = host.meminfo("MemTotal"), host.meminfo("MemAvailable")
     if isinstance(total, Unknown) or isinstance(available, Unknown):
         return total if isinstance(total, Unknown) else Unknown("meminfo_incomplete")
     return HostMemory(total, available)
@@ -58,11 +58,11 @@ class CpuDevice:
 
     def __init__(self, device: DeviceConfig) -> None:
         self._device = device
-        self._use = telemetry.CpuUse(device.cpus)
+        self._use = host.CpuUse(device.cpus)
 
-    def memory(self, serving: Owner | None, rollout_pids: Iterable[int]) -> MemoryObserved:
+    def memory(self, serving: Owner | Unknown | None, rollout_pids: Iterable[int]) -> MemoryObserved:
         """Anonymous and shared memory of the engines' processes, and what the host has left."""
-        return telemetry.device_memory(self._device.memory_bytes, serving, rollout_pids)
+        return host.device_memory(self._device.memory_bytes, serving, rollout_pids)
 
     def utilisation(self) -> float | Unknown:
         """Busy share of the cores since the last call."""
@@ -86,7 +86,7 @@ class GpuDevice:
     def __init__(self, watch: GpuWatch) -> None:
         self._watch = watch
 
-    def memory(self, serving: Owner | None, rollout_pids: Iterable[int]) -> MemoryObserved:
+    def memory(self, serving: Owner | Unknown | None, rollout_pids: Iterable[int]) -> MemoryObserved:
         """As NVML says; all use is charged to serving unless its processes are found among the device's."""
         reading = self._watch.reading(time.monotonic_ns())
         memory = reading if isinstance(reading, Unknown) else reading.memory
@@ -94,7 +94,7 @@ class GpuDevice:
             unknown = memory if isinstance(memory, Unknown) else Unknown("not_observed")
             return MemoryObserved(unknown, unknown, unknown, attributed=False)
         parent_of = parents()
-        roots = [serving.pid] if serving is not None and serving.alive() else []
+        roots = [serving.pid] if isinstance(serving, Owner) and serving.alive() else []
         whose = attribute(
             memory,
             reading.processes,

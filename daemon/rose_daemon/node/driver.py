@@ -8,19 +8,22 @@ Gates are renewed at the end of every tick and by nothing else: a loop that hang
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import deque
 from collections.abc import Coroutine
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, assert_never
+from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
 import structlog
 
-from rose.boards import BoardPaths, WatchedBoard
+from rose.boards import BoardPaths, Owner, WatchedBoard
 from rose.config import Config
+from rose.config_rules import is_loopback
 from rose.core.effects import (
     ApplyVersion,
     NodeEffect,
@@ -32,6 +35,7 @@ from rose.core.effects import (
     StopEngine,
 )
 from rose.core.events import (
+    DeviceObserved,
     MemoryObserved,
     NodeEvent,
     PinRequested,
@@ -50,21 +54,27 @@ from rose.units import NS_PER_S, ReplicaId, WeightVersion, ms_to_ns
 from rose.weights.relay import Relay
 from rose.weights.store import WeightStore
 from rose_daemon import sdnotify
-from rose_daemon.node import telemetry
+from rose_daemon.node import host
 from rose_daemon.node.device import open_device
-from rose_daemon.node.engine_http import EngineClient
-from rose_daemon.node.engines import CommandBuilder, Engines
+from rose_daemon.node.engine_http import EngineClient, EngineRefused, EngineUnreachable
+from rose_daemon.node.engines import CommandBuilder, Engine, Engines
 from rose_daemon.node.gates import Gates
+from rose_daemon.node.inferred import InferredBoard
 from rose_daemon.node.journal import GATES_NAME, GateEntry, Journal
 from rose_daemon.node.keeper import CopyKeeper
 from rose_daemon.node.link import SchedulerLink
+from rose_daemon.node.mps import TIME_SLICE, open_mps
 from rose_daemon.node.settings import node_settings, stop_grace_ns
 from rose_daemon.node.sharing import SharedMemory
 from rose_daemon.node.status import Surroundings, status_body, supervisor_line
-from rose_daemon.node.telemetry import ServingProbe
 from rose_daemon.node.weights import WeightAgent
+from rose_daemon.telemetry.engine_metrics import Averages
+from rose_daemon.telemetry.serving import MetricsWatch, probe
 
 _MEMORY_PERIOD_S = 1.0
+_MPS_PERIOD_S = 5.0
+_ANSWERS_S = 0.5
+"""Time that the answers of aborted requests have to leave an engine before it is asked to end."""
 _NOT_PROBED = Unknown("not_observed")
 
 log = structlog.get_logger("rosed")
@@ -96,18 +106,26 @@ class NodeDriver:
             section.id: RingReader(paths.transitions(section.id), GateTransition)
             for section in config.replicas
         }
+        self._mps = open_mps(config)
         self.engines = Engines(
             config,
-            build,
+            self._mps.builder(build) if self._mps else build,
             lambda url: EngineClient(session, url, token),
             self.emit,
             self._run_errand,
             self.keeper,
+            self._ease_out if self._mps else None,
         )
         self.link = SchedulerLink(config, self.reports, self.emit, time.monotonic_ns)
         self.weights = WeightAgent(config, relay, self.engines, self.emit, time.monotonic_ns, self.keeper)
         self._session = session
-        self._probe = ServingProbe(_NOT_PROBED, _NOT_PROBED)
+        self._healthy: bool | Unknown = _NOT_PROBED
+        self._metrics = MetricsWatch(ms_to_ns(config.serving.metrics_stale_ms))
+        self._averages = Averages()
+        self._inferred: InferredBoard | None = None
+        if config.serving.mode == "metrics":
+            self._inferred = InferredBoard(config, paths.slack(config.serving.name), self.gates.ring)
+        self._serving: Owner | Unknown | None = None
         self._device = open_device(config)
         self._utilisation: float | Unknown = _NOT_PROBED
         self._memory = MemoryObserved(_NOT_PROBED, _NOT_PROBED, _NOT_PROBED)
@@ -140,6 +158,8 @@ class NodeDriver:
     def decide(self, event: NodeEvent) -> list[NodeEffect]:
         """Feed one event and carry out its effects; answers them.  For operators' orders; all else emits."""
         now_ns = time.monotonic_ns()
+        if self._mps is not None:
+            self._mps.heard(event, self._lent, self._serving)
         effects = self.machine.step(event, now_ns)
         self._journal.write(now_ns, event, effects)
         for effect in effects:
@@ -188,7 +208,7 @@ class NodeDriver:
 
     def reports(self) -> tuple[ReplicaReport, ...]:
         """What the scheduler is told; KV use of serving falls back on its metrics."""
-        share = self._probe.kv_used_share
+        share = self._metrics.latest(time.monotonic_ns()).kv_used_share
         if isinstance(share, Unknown):
             return self.machine.reports()
         return tuple(
@@ -223,6 +243,7 @@ class NodeDriver:
                 ("tick", self._tick()),
                 ("memory", self._watch_memory()),
                 ("serving", self._watch_serving()),
+                ("mps", self._watch_mps()),
                 ("relay", self.weights.watch()),
                 ("copy", self.keeper.run()),
                 ("prune", self._prune()),
@@ -261,6 +282,8 @@ class NodeDriver:
         for errand in self._errands:
             errand.cancel()
         await asyncio.gather(*self._errands, return_exceptions=True)
+        if self._inferred is not None:
+            self._inferred.close()
         for board in self._replica_boards.values():
             board.path.unlink(missing_ok=True)
         self._fetch_transitions()
@@ -298,8 +321,9 @@ class NodeDriver:
 
     def _observe_boards(self, now_ns: int) -> None:
         if self.config.serving.url:
-            slack = self._slack.read(now_ns, self._stale_ns)
-            self.emit(ServingObserved(slack, self._probe.healthy))
+            inferred = self._inferred
+            slack = inferred.read(now_ns) if inferred else self._slack.read(now_ns, self._stale_ns)
+            self.emit(ServingObserved(slack, self._healthy))
         for replica, board in self._replica_boards.items():
             self.emit(ReplicaObserved(replica, board.read(now_ns, self._stale_ns)))
         if self._shared is not None:
@@ -310,10 +334,11 @@ class NodeDriver:
         told = ""
         while True:
             self._utilisation = self._device.utilisation()
+            self._serving = await asyncio.to_thread(self._find_serving)
             if self._shared is None:
                 self._memory = await asyncio.to_thread(self._read_memory)
                 self.emit(self._memory)
-            self.emit(self._device.health())
+            self.emit(self._health())
             line = supervisor_line(self.machine.view(), self._memory, bool(self._lent))
             if line != told:
                 told = line
@@ -322,14 +347,59 @@ class NodeDriver:
 
     def _read_memory(self) -> MemoryObserved:
         pids = [engine.pid for replica in self._lent if (engine := self.engines.get(replica))]
-        serving = self._slack.owner if self.config.serving.url else None
-        return self._device.memory(serving, pids)
+        return self._device.memory(self._serving, pids)
+
+    def _find_serving(self) -> Owner | Unknown | None:
+        """The serving engine's process: who writes its board, or else who listens on its port."""
+        url = self.config.serving.url
+        if not url:
+            return None
+        if self._inferred is None:
+            return self._slack.owner or Unknown("serving_not_seen")
+        if not (isinstance(self._serving, Owner) and self._serving.alive()):
+            parts = urlsplit(url)
+            local = is_loopback(parts.hostname or "")
+            port = parts.port or (443 if parts.scheme == "https" else 80)
+            return host.listener(port) if local else Unknown("serving_not_local")
+        return self._serving
+
+    async def _watch_mps(self) -> None:
+        while self._mps is not None:
+            await asyncio.to_thread(self._mps.look, self._serving)
+            for replica in self._lent:
+                engine = self.engines.get(replica)
+                if engine and (ignored := self._mps.ignored_limits(engine.pid)):
+                    grace_s = stop_grace_ns(self.config) / NS_PER_S
+                    self.engines.stop(replica, grace_s, f"mps_limit_mismatch: {'; '.join(ignored)}")
+            await asyncio.sleep(_MPS_PERIOD_S)
+        await asyncio.Event().wait()
+
+    async def _ease_out(self, engine: Engine) -> None:
+        """Before an engine that shares the GPU is asked to end: no new turns, and none in flight."""
+        self.link.report_now()
+        with contextlib.suppress(EngineUnreachable, EngineRefused):
+            if await engine.client.abort_all():
+                await asyncio.sleep(_ANSWERS_S)
+
+    def _health(self) -> DeviceObserved:
+        """The device's own trouble first, then what MPS made of it."""
+        health = self._device.health()
+        if health.trouble or self._mps is None:
+            return health
+        return self._mps.health(self._serving)
 
     async def _watch_serving(self) -> None:
-        period_s = self.config.serving.probe_ms / 1000
+        serving = self.config.serving
+        period_s = (serving.metrics_ms if self._inferred else serving.probe_ms) / 1000
         while self.config.serving.url:
             url = self.config.serving.url.rstrip("/")
-            self._probe = await telemetry.probe_serving(self._session, url, max(1.0, period_s))
+            self._healthy, metrics = await probe(self._session, url, max(1.0, period_s))
+            now_ns = time.monotonic_ns()
+            self._metrics.observe(metrics, now_ns)
+            self._averages.observe(metrics)
+            if self._inferred is not None:
+                known = metrics if isinstance(metrics, Unknown) else self._metrics.latest(now_ns)
+                self._inferred.observe(known, now_ns)
             await asyncio.sleep(period_s)
         await asyncio.Event().wait()
 
@@ -342,10 +412,12 @@ class NodeDriver:
             started_at=self._started_at,
             uptime_s=(time.monotonic_ns() - self._started_ns) / NS_PER_S,
             device_name=self._device.name(),
+            sharing=self._mps.mode if self._mps else TIME_SLICE,
             utilisation=self._utilisation,
             memory_bytes=self._memory.total_bytes,
             scheduler_address=self.link.address,
-            serving_kv_used_share=self._probe.kv_used_share,
+            metrics=self._metrics.latest(time.monotonic_ns()),
+            averages=self._averages,
             turns_in_flight=self.link.turns_in_flight if self.link.registered else None,
             leases=leases,
             relay_error=self.weights.relay_error,

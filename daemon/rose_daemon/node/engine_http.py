@@ -41,6 +41,10 @@ class Digests(msgspec.Struct, frozen=True):
     digests: dict[str, str]
 
 
+class _Aborted(msgspec.Struct, frozen=True):
+    aborted: int
+
+
 class _Refusal(msgspec.Struct, frozen=True):
     error: str = ""
     detail: str = ""
@@ -96,6 +100,11 @@ class EngineClient:
             "abort_in_flight": abort_in_flight,
         }
         return await self._ask("POST", "/rose/v1/weights/update", UpdateAnswer, timeout_s, body)
+
+    async def abort_all(self) -> int:
+        """End every request in flight with what it has.  Raises EngineUnreachable, EngineRefused."""
+        answer = await self._ask("POST", "/rose/v1/abort", _Aborted, self._timeout_s, {"all": True})
+        return answer.aborted
 
     async def digests(self, timeout_s: float) -> Digests:
         """Digests of the live parameters.  Raises EngineUnreachable, EngineRefused."""

@@ -37,6 +37,7 @@ CommandBuilder = Callable[[ReplicaConfig, Config], EngineCommand]
 """How to start a replica's engine; its port is never 0 here."""
 
 _READY_POLL_S = 0.25
+_KILL_S = 60.0
 _UNREADABLE_MAX = 20
 """Answers of a healthy engine that it cannot read its own board, before it is given up."""
 _START_MARK = "rosed: starting "
@@ -48,6 +49,9 @@ _EXCEPTION = re.compile(
 """The line that ends a traceback, as it is or behind the prefix of vLLM's logger."""
 
 log = structlog.get_logger("rosed.engines")
+
+
+log = structlog.get_logger("rosed")
 
 
 class Engine:
@@ -80,7 +84,9 @@ class Engines:
         emit: Callable[[NodeEvent], None],
         spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
         keeper: CopyKeeper,
+        before_stop: Callable[[Engine], Coroutine[Any, Any, None]] | None = None,
     ) -> None:
+        self._before_stop = before_stop
         self._config = config
         self._build = build
         self._connect = connect
@@ -246,13 +252,27 @@ class Engines:
             await asyncio.sleep(_READY_POLL_S)
 
     async def _end(self, engine: Engine, grace_s: float) -> None:
+        if self._before_stop is not None:
+            await self._before_stop(engine)
         with contextlib.suppress(ProcessLookupError):
             engine.process.send_signal(signal.SIGTERM)
             try:
                 await asyncio.wait_for(engine.process.wait(), grace_s)
             except TimeoutError:
                 engine.process.send_signal(KILL)
-        await engine.process.wait()
+        await self._await_end(engine)
+
+    @staticmethod
+    async def _await_end(engine: Engine) -> None:
+        """A warden that may not kill what shares a GPU with others (see mps/release.py) goes on trying."""
+        while True:
+            try:
+                await asyncio.wait_for(engine.process.wait(), _KILL_S)
+            except TimeoutError:
+                text = f"the engine behind {engine.url} was not killed; its log says why"
+                log.critical(text, code="engine_not_killed", pid=engine.pid)
+            else:
+                return
 
     def _epitaph(self, replica: ReplicaId, code: int) -> str:
         """Why an engine ended that nobody told to: its exit code, and the end of its log."""

@@ -52,6 +52,11 @@ class Gates:
         for replica, policy in self._policies.items():
             self._writers[replica].publish(policy._replace(alive_until_ns=now_ns + self._lease_ns))
 
+    def ring(self) -> None:
+        """Wake every engine that waits at its gate: the serving engine's board says something new."""
+        for writer in self._writers.values():
+            writer.bell.ring()
+
     def close(self) -> None:
         """Close every gate and take the boards away; nothing is published from now on."""
         self._closed = True

@@ -11,7 +11,7 @@ import msgspec
 
 from rose.boards import BoardPaths, BoardReader
 from rose.config import Config, ReplicaConfig
-from rose.core.readings import GatePolicy
+from rose.core.readings import GatePolicy, SlackReading
 from rose.errors import ConfigError, NotReady, RoseError
 from rose.secret import read_secret
 from rose.weights.checkpoint import open_checkpoint
@@ -31,6 +31,8 @@ def check_host(config: Config) -> None:
                 f"end what listens there, or change replicas.{section.id}.port (0 takes a free one)",
             )
         _check_gate(config, section)
+    if config.serving.mode == "metrics":
+        _check_slack(config)
     if config.device.kind == "cpu":
         _check_cores("device", config.device.cpus)
     if (port := config.node.metrics_port) and not port_is_free("127.0.0.1", port):
@@ -118,6 +120,20 @@ def _check_gate(config: Config, section: ReplicaConfig) -> None:
         raise NotReady(
             f"replica {section.id}: another rosed (pid {owner.pid}) writes {path}",
             "stop it, or give this one its own node.run_dir",
+        )
+
+
+def _check_slack(config: Config) -> None:
+    """In mode metrics the board is ours to write; an engine that has the plugin writes a better one."""
+    path = BoardPaths(Path(config.node.run_dir)).slack(config.serving.name)
+    try:
+        owner = BoardReader(path, SlackReading).owner
+    except (OSError, ValueError):
+        return
+    if owner.pid != os.getpid() and owner.alive():
+        raise NotReady(
+            f"serving.mode metrics: process {owner.pid} writes {path}",
+            "the serving engine has the plugin: set serving.mode to plugin",
         )
 
 

@@ -18,6 +18,7 @@ from rose.core.readings import Unknown
 from rose.units import NS_PER_MS, NS_PER_S, ReplicaId
 from rose_daemon.node.updates import Update, UpdateHistory
 from rose_daemon.telemetry import faults
+from rose_daemon.telemetry.engine_metrics import Averages, EngineMetrics
 
 SCHEMA = 1
 _USABLE = ("ready", "updating", "draining")
@@ -29,13 +30,16 @@ class Surroundings(msgspec.Struct, frozen=True, kw_only=True):
     started_at: datetime
     uptime_s: float
     device_name: str
+    sharing: str
+    """`mps` or `time-slice`."""
     utilisation: float | Unknown
     """Busy share of the device."""
     memory_bytes: int | Unknown
     """Capacity of the device."""
     scheduler_address: str
-    serving_kv_used_share: float | Unknown
-    """From the serving engine's metrics; its board, where that can be read, is fresher."""
+    metrics: EngineMetrics
+    """Of the serving engine; its board, where that can be read, is fresher."""
+    averages: Averages
     turns_in_flight: Mapping[ReplicaId, int] | None
     """As the scheduler last said; None while it does not know us."""
     leases: Mapping[ReplicaId, str]
@@ -137,7 +141,7 @@ def _device(config: Config, view: NodeView, around: Surroundings) -> dict[str, A
         "name": around.device_name,
         "kind": config.device.kind,
         "trouble": view.device_trouble,
-        "sharing": "time-slice",
+        "sharing": around.sharing,
         **{name: None if isinstance(value, Unknown) else value for name, value in measured.items()},
         "unknown": unknown,
     }
@@ -146,10 +150,11 @@ def _device(config: Config, view: NodeView, around: Surroundings) -> dict[str, A
 def _serving(config: Config, view: NodeView, around: Surroundings) -> dict[str, Any]:
     serving = view.serving
     kv_used_share = serving.kv_used_share
-    if kv_used_share is None and not isinstance(around.serving_kv_used_share, Unknown):
-        kv_used_share = around.serving_kv_used_share
+    if kv_used_share is None and not isinstance(around.metrics.kv_used_share, Unknown):
+        kv_used_share = around.metrics.kv_used_share
     return {
         "name": serving.name,
+        "mode": config.serving.mode,
         "url": config.serving.url,
         "state": serving.state.value,
         "reason": serving.reason,
@@ -159,7 +164,27 @@ def _serving(config: Config, view: NodeView, around: Surroundings) -> dict[str, 
         "tpot_slack_ms": serving.tpot_slack_ms,
         "drift": serving.drift,
         "kv_used_share": kv_used_share,
+        "metrics": _metrics(around),
     }
+
+
+def _metrics(around: Surroundings) -> dict[str, Any]:
+    """What the serving engine's own metrics say; averages of the latest period."""
+    metrics, averages = around.metrics, around.averages
+    values: dict[str, float | Unknown] = {
+        "running": metrics.running,
+        "waiting": metrics.waiting,
+        "kv_used_share": metrics.kv_used_share,
+        "ttft_s": averages.ttft_s,
+        "inter_token_s": averages.inter_token_s,
+    }
+    unknown = [
+        {"signal": name, "reason": value.reason, "age_s": _age(value), "blocks": ""}
+        for name, value in values.items()
+        if isinstance(value, Unknown)
+    ]
+    known = {name: None if isinstance(value, Unknown) else value for name, value in values.items()}
+    return {**known, "unknown": unknown}
 
 
 def _gate(gate: GateView | None) -> dict[str, Any]:

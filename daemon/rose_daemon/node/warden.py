@@ -9,6 +9,8 @@ engine started comes back to it when orphaned, and all of it is killed before th
   and the warden ends the engine: SIGTERM, GRACE_S seconds, SIGKILL.
 - SIGTERM: terminate the engine.  SIGUSR1: kill it.
 - If the warden itself dies, the kernel sends the engine's first process SIGTERM (PR_SET_PDEATHSIG).
+- ROSE_WARDEN_BEFORE_KILL in its own environment (a JSON list) is run as a script, with the pids added, before
+  anything is killed.  While it fails nothing is: what shares a GPU through MPS would damage the others.
 - The engine's output goes to LOG; past LOG_BYTES_MAX the file becomes LOG.1 and a new one is begun.
 
 Exit code: the engine's own, or 128 + signal; 127 when the command could not be started.
@@ -18,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
 import selectors
 import signal
@@ -29,6 +32,8 @@ from pathlib import Path
 from types import FrameType
 from typing import BinaryIO
 
+BEFORE_KILL = "ROSE_WARDEN_BEFORE_KILL"
+_RETRY_S = 5.0
 KILL = signal.SIGUSR1
 """What tells a warden to kill its engine at once."""
 
@@ -69,8 +74,11 @@ class BoundedLog:
 class Warden:
     """Runs one engine to its end."""
 
-    def __init__(self, argv: list[str], log: BoundedLog, grace_s: float) -> None:
+    def __init__(
+        self, argv: list[str], log: BoundedLog, grace_s: float, before_kill: tuple[str, ...] = ()
+    ) -> None:
         self._argv = argv
+        self._before_kill = before_kill
         self._log = log
         self._grace_s = grace_s
         self._kill_at: float | None = None
@@ -199,12 +207,25 @@ class Warden:
         """
         shared: set[Path] = set()
         while victims := descendants(os.getpid()):
+            if not self._may_kill(victims):
+                time.sleep(_RETRY_S)
+                continue
             shared |= shared_memory(victims)
             for pid in victims:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             time.sleep(0.01)
         remove_abandoned(shared)
+
+    def _may_kill(self, victims: list[int]) -> bool:
+        """Whether the victims were taken off whatever they share."""
+        if not self._before_kill:
+            return True
+        command = [sys.executable, "-I", "-S", *self._before_kill, *map(str, victims)]
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False)
+        if done.returncode:
+            self._log.write(b"rosed: nothing is killed: " + done.stderr + b"\n")
+        return done.returncode == 0
 
 
 def parents() -> dict[int, int]:
@@ -255,7 +276,8 @@ def main() -> None:
     """Entry point; see the module's docstring."""
     log, bytes_max, grace_s, separator, *argv = sys.argv[1:]
     assert separator == "--"
-    sys.exit(Warden(argv, BoundedLog(Path(log), int(bytes_max)), float(grace_s)).run())
+    before_kill = tuple(json.loads(os.environ.pop(BEFORE_KILL, "[]")))
+    sys.exit(Warden(argv, BoundedLog(Path(log), int(bytes_max)), float(grace_s), before_kill).run())
 
 
 if __name__ == "__main__":

@@ -16,6 +16,8 @@ from rose.config import Config, ReplicaConfig
 from rose.engines.vllm.settings import PluginSettings
 from rose.units import MIB
 
+INFERRED_OPEN_MS = 20.0
+"""How long a board that rosed inferred from metrics holds: time to wake up and begin one step."""
 _PACKAGE = "rose.engines.vllm"
 _API_SERVER = "vllm.entrypoints.openai.api_server"
 _KV_BYTES_CPU = 256 * MIB
@@ -125,6 +127,7 @@ def rollout_command(
         ttft_slo_ms=config.serving.ttft_slo_ms,
         tpot_slo_ms=config.serving.tpot_slo_ms,
         board_stale_ms=config.admission.board_stale_ms,
+        slack_stale_ms=INFERRED_OPEN_MS if config.serving.mode == "metrics" else 0,
         worker_cpus=_cores(replica.cpus),
         worker_idle_priority=replica.idle_priority,
         api_cpus=_cores(replica.api_cpus),

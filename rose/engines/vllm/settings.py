@@ -48,6 +48,8 @@ class PluginSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     slo_token_file: str = ""
     """Serving only: file with the token of callers whose classes are honoured; empty: the engines' own."""
     board_stale_ms: float = 1000
+    slack_stale_ms: float = 0
+    """Rollout only: age at which a serving engine's board is unknown; 0: as every board."""
     worker_cpus: str = ""
     """Cores of the worker processes, comma-separated; empty leaves their affinity alone."""
     worker_idle_priority: bool = False

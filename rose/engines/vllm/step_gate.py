@@ -50,7 +50,7 @@ class StepGate:
         boards.run_dir.mkdir(parents=True, exist_ok=True)
         self._journal = RingWriter(boards.transitions(settings.name), GateTransition)
         self._journalled = 0
-        self._stale_ns = ms_to_ns(settings.board_stale_ms)
+        self._stale_ns = ms_to_ns(settings.slack_stale_ms or settings.board_stale_ms)
         self._admission = AdmissionGate(step_tokens_max=step_tokens_max)
         self._serving_steps = _BUSY
         self._unlearnt: list[tuple[StepInFlight, int]] = []

@@ -1,4 +1,4 @@
-"""What the node machine cannot see on boards: memory of the host, health and metrics of the serving engine.
+"""The host as the device of CPU engines: its memory, whose it is, and how busy its cores are.
 
 Where the device is the CPU, its memory is the host's: capacity from `[device] memory_bytes`, the cgroup or
 /proc/meminfo, and use counted as anonymous plus shared memory of the engines' processes (no page walk, which
@@ -7,43 +7,33 @@ would hold up the engine being measured).  A signal that cannot be had is `Unkno
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Iterable, Mapping, Sequence, Set
 from pathlib import Path
-from typing import NamedTuple
 
-import aiohttp
-from prometheus_client.parser import text_string_to_metric_families
-
-from rose.boards import Owner
+from rose.boards import Owner, process_start_ticks
 from rose.core.events import MemoryObserved
 from rose.core.readings import Unknown
 from rose_daemon.node.warden import descendants, parents
 
-_KV_USAGE_NAMES = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")
-"""New and old name of the share of KV blocks in use."""
-_METRICS_BYTES_MAX = 4 << 20
 _PROC = Path("/proc")
+_LISTEN = "0A"
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
-class ServingProbe(NamedTuple):
-    """Answer of the serving engine's HTTP port."""
-
-    healthy: bool | Unknown
-    kv_used_share: float | Unknown
-
-
-def device_memory(limit_bytes: int, serving: Owner | None, rollout_pids: Iterable[int]) -> MemoryObserved:
+def device_memory(
+    limit_bytes: int, serving: Owner | Unknown | None, rollout_pids: Iterable[int]
+) -> MemoryObserved:
     """Memory of the host that serving and the lent replicas share; `limit_bytes` 0 means all of it.
 
-    `serving` is the process that writes the slack board (the serving engine's core); its workers, which
-    hold weights and KV blocks, descend from it.
+    `serving` is the serving engine's core or API server; its workers, which hold weights and KV blocks,
+    descend from it.  None: this host has no serving engine.
     """
     total = _capacity(limit_bytes)
     parent_of = parents()
     serving_bytes: int | Unknown
-    if serving is None:
-        serving_bytes = 0
+    if serving is None or isinstance(serving, Unknown):
+        serving_bytes = 0 if serving is None else serving
     elif serving.alive():
         serving_bytes = tree_bytes(serving.pid, parent_of)
     else:
@@ -112,6 +102,36 @@ def _process_bytes(pid: int) -> int | Unknown:
     return held
 
 
+def listener(port: int) -> Owner | Unknown:
+    """The oldest process of this host that listens on a TCP port."""
+    sockets = {f"socket:[{inode}]" for inode in _listening(port)}
+    holders = [pid for pid in parents() if _holds(pid, sockets)] if sockets else []
+    owners = [Owner(pid, process_start_ticks(pid)) for pid in holders]
+    living = [owner for owner in owners if owner.start_ticks]
+    return min(living, key=lambda owner: owner.start_ticks) if living else Unknown("serving_not_found")
+
+
+def _listening(port: int) -> list[str]:
+    """Inodes of the sockets that listen on a port (proc(5), net/tcp: local address, state, inode)."""
+    found = []
+    for table in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError):
+            for line in (_PROC / "net" / table).read_text().splitlines()[1:]:
+                fields = line.split()
+                if int(fields[1].rpartition(":")[2], 16) == port and fields[3] == _LISTEN:
+                    found.append(fields[9])
+    return found
+
+
+def _holds(pid: int, sockets: Set[str]) -> bool:
+    with contextlib.suppress(OSError):  # gone, or another user's
+        for entry in (_PROC / str(pid) / "fd").iterdir():
+            with contextlib.suppress(OSError):
+                if str(entry.readlink()) in sockets:
+                    return True
+    return False
+
+
 def _sum(values: Iterable[int | Unknown]) -> int | Unknown:
     total = 0
     for value in values:
@@ -152,48 +172,3 @@ def _core_ticks(cpus: Sequence[int]) -> tuple[int, int] | None:
             busy += user + nice + system + irq + softirq + steal
             total += user + nice + system + idle + iowait + irq + softirq + steal
     return busy, total
-
-
-async def probe_serving(session: aiohttp.ClientSession, url: str, timeout_s: float) -> ServingProbe:
-    """Ask /health and /metrics.  Refused connections mean down; silence means unknown."""
-    limit = aiohttp.ClientTimeout(total=timeout_s)
-    healthy: bool | Unknown
-    try:
-        async with session.get(url + "/health", timeout=limit) as response:
-            healthy = response.status == 200
-    except TimeoutError:
-        healthy = Unknown("health_timeout")
-    except (aiohttp.ClientError, OSError):
-        healthy = False
-    if healthy is not True:
-        return ServingProbe(healthy, Unknown("serving_down" if healthy is False else "health_timeout"))
-    try:
-        async with session.get(url + "/metrics", timeout=limit) as response:
-            text = await _text(response)
-    except (TimeoutError, aiohttp.ClientError, OSError):
-        return ServingProbe(healthy, Unknown("metrics_unreachable"))
-    return ServingProbe(healthy, kv_used_share(text) if text is not None else Unknown("metrics_too_long"))
-
-
-async def _text(response: aiohttp.ClientResponse) -> str | None:
-    """The whole body, which may come in pieces; None if it is longer than metrics ever are."""
-    data = bytearray()
-    async for piece in response.content.iter_any():
-        data += piece
-        if len(data) > _METRICS_BYTES_MAX:
-            return None
-    return data.decode(errors="replace")
-
-
-def kv_used_share(metrics: str) -> float | Unknown:
-    """Highest KV use over the engine's ranks, from the text of /metrics."""
-    shares: list[float] = []
-    try:
-        for family in text_string_to_metric_families(metrics):
-            shares += [sample.value for sample in family.samples if sample.name in _KV_USAGE_NAMES]
-    except ValueError:
-        return Unknown("metrics_malformed")
-    if not shares:
-        return Unknown("metrics_missing")
-    share = max(shares)
-    return share if 0 <= share <= 1 else Unknown("metrics_contradictory")
