@@ -6,6 +6,10 @@ words, so that a torn read, a truncated file or a foreign layout is `Unknown`, n
 A bell (futex word) on the page lets one process wake another out of a bounded wait, and two activity words
 say whether the owner has work on the device at this instant, cheaper than a whole record.
 
+Whoever may write a board can also cut its file short, and touching a page past the end of a file kills a
+process.  So each access asks for the file's length first: a cut board is `Unknown` for readers, its owner
+makes it whole again, and a bell on it rings for nobody.
+
 Layout, little-endian: magic u64 | layout u32 | words u32 | owner pid i64 | owner start ticks i64 |
 sequence u64 | ... | slot 0 at 64 | slot 1 at 1024 | bell u32 at 3072.  Slot: sequence u64, words
 i64 x n, crc32 u64.  After the bell: awaited u32 | busy since i64 | busy i64 (nanoseconds).
@@ -18,6 +22,7 @@ import mmap
 import os
 import platform
 import select
+import time
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -37,6 +42,7 @@ _AWAITED_AT = 3076
 _ACTIVITY_AT = 3080
 _LOW_HALF = 0xFFFF
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
+_NO_PAGE_POLL_S = 0.005
 _FUTEX_CALL = {"x86_64": 202, "aarch64": 98}
 
 RecordT = TypeVar("RecordT", bound=tuple[int, ...])
@@ -75,6 +81,25 @@ class _Life:
             os.close(self._descriptor)
 
 
+_lseek = ctypes.PyDLL(None).lseek
+"""Keeps the GIL, unlike os.lseek: asked several times a step.  Argument types would double its cost."""
+_lseek.restype = ctypes.c_int64
+
+
+class _File:
+    """The open file behind a page."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+
+    def whole(self) -> bool:
+        """Whether the page may be touched."""
+        return bool(_lseek(self.descriptor, 0, os.SEEK_END) >= PAGE_BYTES)
+
+    def __del__(self) -> None:
+        os.close(self.descriptor)
+
+
 class _Timespec(ctypes.Structure):
     _fields_ = (("tv_sec", ctypes.c_long), ("tv_nsec", ctypes.c_long))
 
@@ -87,7 +112,8 @@ class Bell:
     nudges in the high half.
     """
 
-    def __init__(self, page: mmap.mmap) -> None:
+    def __init__(self, page: mmap.mmap, file: _File) -> None:
+        self._file = file
         self._word = ctypes.c_uint32.from_buffer(page, _BELL_AT)
         self._awaited = ctypes.c_uint32.from_buffer(page, _AWAITED_AT)
         self._address = ctypes.byref(self._word)
@@ -101,20 +127,22 @@ class Bell:
     @property
     def count(self) -> int:
         """Changes with every ring and every nudge."""
-        return int(self._word.value)
+        return int(self._word.value) if self._file.whole() else 0
 
     @property
     def rings(self) -> int:
         """Number of rings so far, modulo 2^16."""
-        return int(self._word.value) & _LOW_HALF
+        return self.count & _LOW_HALF
 
     @property
     def awaited(self) -> bool:
         """Whether the waiting side wants nudges now."""
-        return bool(self._awaited.value)
+        return self._file.whole() and bool(self._awaited.value)
 
     @awaited.setter
     def awaited(self, wanted: bool) -> None:
+        if not self._file.whole():
+            return
         if self._atomic is not None:
             self._atomic.rose_bell_await(self._at, wanted)
         else:
@@ -122,6 +150,8 @@ class Bell:
 
     def ring(self) -> None:
         """Wake every process that waits on this bell."""
+        if not self._file.whole():
+            return
         if self._atomic is not None:
             self._atomic.rose_bell_ring(self._at)
             return
@@ -131,6 +161,8 @@ class Bell:
 
     def nudge(self) -> None:
         """Wake them if they asked for it: what they wait for may have come nearer."""
+        if not self._file.whole():
+            return
         if self._atomic is not None:
             self._atomic.rose_bell_nudge(self._at)
         elif self._awaited.value:
@@ -144,6 +176,9 @@ class Bell:
         """Sleep while the count still is `seen`, at most `timeout_ns`."""
         if timeout_ns <= 0:
             return
+        if not self._file.whole():
+            time.sleep(min(timeout_ns / NS_PER_S, _NO_PAGE_POLL_S))
+            return
         limit = _Timespec(timeout_ns // NS_PER_S, timeout_ns % NS_PER_S)
         expected = ctypes.c_uint32(seen)
         self._libc.syscall(self._call, self._address, _FUTEX_WAIT, expected, ctypes.byref(limit), None, 0)
@@ -156,17 +191,20 @@ class Activity:
     Good for telling what ran beside a step; no gate may hang on it.
     """
 
-    def __init__(self, page: mmap.mmap) -> None:
+    def __init__(self, page: mmap.mmap, file: _File) -> None:
+        self._file = file
         self._since = ctypes.c_int64.from_buffer(page, _ACTIVITY_AT)
         self._busy = ctypes.c_int64.from_buffer(page, _ACTIVITY_AT + 8)
 
     def begin(self, now_ns: int) -> None:
         """Work was given to the device."""
-        if not self._since.value:
+        if self._file.whole() and not self._since.value:
             self._since.value = now_ns
 
     def end(self, now_ns: int, *, more: bool) -> None:
         """A piece of it is done; `more` is in flight."""
+        if not self._file.whole():
+            return
         since_ns = self._since.value
         self._since.value = now_ns if more else 0
         if since_ns:
@@ -183,6 +221,8 @@ class Activity:
 
     def busy_ns(self, now_ns: int) -> int:
         """Time with work on the device up to now; only differences mean anything."""
+        if not self._file.whole():
+            return 0
         since_ns = self._since.value
         return int(self._busy.value) + (max(0, now_ns - since_ns) if since_ns else 0)
 
@@ -198,16 +238,13 @@ class _Mapping(Generic[RecordT]):
         if self._words > WORDS_MAX:
             raise RoseError(f"{kind.__name__} does not fit in a board slot")
         flags = os.O_RDWR | (os.O_CREAT if create else 0)
-        descriptor = os.open(path, flags, 0o600)
-        try:
-            if create and os.fstat(descriptor).st_size < PAGE_BYTES:
-                os.ftruncate(descriptor, PAGE_BYTES)
-            self._page = mmap.mmap(descriptor, PAGE_BYTES)
-        finally:
-            os.close(descriptor)
+        self._file = _File(os.open(path, flags, 0o600))
+        if create and not self._file.whole():
+            os.ftruncate(self._file.descriptor, PAGE_BYTES)
+        self._page = mmap.mmap(self._file.descriptor, PAGE_BYTES)
         self._slots = slots_of(self._page, self._layout, self._words)
-        self.bell = Bell(self._page)
-        self.activity = Activity(self._page)
+        self.bell = Bell(self._page, self._file)
+        self.activity = Activity(self._page, self._file)
 
 
 class BoardWriter(_Mapping[RecordT]):
@@ -219,15 +256,22 @@ class BoardWriter(_Mapping[RecordT]):
     def __init__(self, path: Path, kind: type[RecordT]) -> None:
         super().__init__(path, kind, create=True)
         self.activity.clear()
+        self._sequence = int.from_bytes(self._page[SEQUENCE_AT : SEQUENCE_AT + 8], "little")
+        self._write_header()
+
+    def _write_header(self) -> None:
         pid = os.getpid()
-        sequence = int.from_bytes(self._page[SEQUENCE_AT : SEQUENCE_AT + 8], "little")
         HEADER.pack_into(
-            self._page, 0, MAGIC, self._layout, self._words, pid, process_start_ticks(pid), sequence
+            self._page, 0, MAGIC, self._layout, self._words, pid, process_start_ticks(pid), self._sequence
         )
 
     def publish(self, record: RecordT) -> None:
         """Make `record` what every reader sees."""
+        if not self._file.whole():
+            os.ftruncate(self._file.descriptor, PAGE_BYTES)
+            self._write_header()
         self._slots.publish(record)
+        self._sequence += 1
 
 
 class BoardReader(_Mapping[RecordT]):
@@ -240,17 +284,32 @@ class BoardReader(_Mapping[RecordT]):
     def __init__(self, path: Path, kind: type[RecordT]) -> None:
         super().__init__(path, kind, create=False)
         self._make: Callable[[tuple[int, ...]], RecordT] = kind._make  # type: ignore[attr-defined]
+        self._header = b""
+        self._record: RecordT | None = None
 
     @property
     def owner(self) -> Owner:
-        """The process that writes this board now."""
+        """The process that writes this board now; one that never was while the page is not there."""
+        if not self._file.whole():
+            return Owner(0, 0)
         _, _, _, pid, start, _ = HEADER.unpack_from(self._page, 0)
         return Owner(pid, start)
 
     def read(self) -> RecordT | Unknown:
-        """The latest record, or why there is none (`board_empty`, `board_torn`, `board_foreign`)."""
+        """The latest record, or why there is none.
+
+        That is `board_empty`, `board_torn`, `board_truncated` or `board_foreign`.
+        """
+        if not self._file.whole():
+            return Unknown("board_truncated")
+        header = self._page[: HEADER.size]  # with the number of the latest record: none is given twice
+        if header == self._header and self._record is not None:
+            return self._record
         words = self._slots.read()
-        return Unknown(words) if isinstance(words, str) else self._make(words)
+        if isinstance(words, str):
+            return Unknown(words)
+        self._header, self._record = header, self._make(words)
+        return self._record
 
 
 class WatchedBoard(Generic[RecordT]):

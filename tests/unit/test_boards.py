@@ -377,6 +377,80 @@ def test_watching_many_boards_leaks_no_descriptor(tmp_path: Path) -> None:
     assert len(list(Path("/proc/self/fd").iterdir())) <= before + 2
 
 
+CUTS = [0, 1, 64, 3000, PAGE_BYTES - 1]
+
+
+@pytest.mark.parametrize("length", CUTS)
+def test_a_board_that_is_cut_short_kills_nobody_and_is_made_whole(path: Path, length: int) -> None:
+    """A page past the end of a file must not be touched: each of these calls would end the process."""
+    writer, reader, watched = BoardWriter(path, SlackReading), BoardReader(path, SlackReading), watch(path)
+    writer.publish(slack())
+    assert reader.read() == watched.read(NOW_NS, STALE_NS) == slack()
+    os.truncate(path, length)
+    assert reader.read() == watched.read(NOW_NS, STALE_NS) == Unknown("board_truncated")
+    assert not reader.owner.alive()
+    for bell in (writer.bell, reader.bell):
+        bell.awaited = True
+        bell.ring()
+        bell.nudge()
+        bell.wait(bell.count, 1_000_000)
+        assert (bell.count, bell.rings, bell.awaited) == (0, 0, False)
+    writer.activity.begin(5)
+    assert reader.activity.busy_ns(9) == 0
+    writer.activity.end(9, more=False)
+    writer.publish(slack(NOW_NS + 1))
+    assert reader.read() == slack(NOW_NS + 1)
+    assert watched.read(NOW_NS + 100_000_000, STALE_NS) == slack(NOW_NS + 1)
+    assert reader.owner.alive()
+
+
+def test_a_process_that_writes_and_rings_all_the_time_survives_any_cut(path: Path) -> None:
+    code = """
+import sys, time
+from pathlib import Path
+from rose.boards import BoardReader, BoardWriter
+from rose.core.readings import SlackReading
+writer = BoardWriter(Path(sys.argv[1]), SlackReading)
+number = 0
+print("up", flush=True)
+while True:
+    number += 1
+    writer.publish(SlackReading(number, *[0] * 19))
+    writer.bell.ring()
+    writer.activity.begin(number)
+    time.sleep(0.005)
+"""
+    command = [sys.executable, "-c", code, str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        reader = BoardReader(path, SlackReading)
+        try:
+            for length in 4 * CUTS:
+                os.truncate(path, length)
+                time.sleep(0.02)
+                assert process.poll() is None
+            deadline = time.monotonic() + 10
+            while isinstance(reader.read(), Unknown):
+                assert time.monotonic() < deadline
+        finally:
+            process.kill()
+
+
+def test_a_record_is_read_once(path: Path) -> None:
+    """What nobody published anew is not parsed anew; what somebody did, is."""
+    writer, reader = BoardWriter(path, GatePolicy), BoardReader(path, GatePolicy)
+    writer.publish(policy(1))
+    assert reader.read() is reader.read()
+    writer.publish(policy(1))
+    assert reader.read() == policy(1)
+    writer.publish(policy(2))
+    assert reader.read() == policy(2)
+    another = BoardWriter(path, SlackReading)
+    another.publish(slack())
+    assert reader.read() == Unknown("board_foreign")
+
+
 # ---- bells --------------------------------------------------------------------------------------
 
 
