@@ -346,8 +346,12 @@ class WatchedBoard(Generic[RecordT]):
         """The process that writes the board, once the board is there."""
         return self._reader.owner if self._reader else None
 
-    def _check_owner(self, now_ns: int) -> None:
-        if self._reader is not None and now_ns - self._owner_checked_ns < self._owner_check_ns:
+    def refresh(self, now_ns: int) -> None:
+        """Check file and owner some time before the next `read` would have to."""
+        self._check_owner(now_ns, self._owner_check_ns // 2)
+
+    def _check_owner(self, now_ns: int, period_ns: int) -> None:
+        if self._reader is not None and now_ns - self._owner_checked_ns < period_ns:
             return
         self._owner_checked_ns = now_ns
         try:
@@ -370,7 +374,7 @@ class WatchedBoard(Generic[RecordT]):
 
     def read(self, now_ns: int, limit_ns: int | None) -> RecordT | Unknown:
         """The latest record if it is younger than `limit_ns` and its owner lives, else why not."""
-        self._check_owner(now_ns)
+        self._check_owner(now_ns, self._owner_check_ns)
         if self._reader is None or self._fault:
             return Unknown(self._fault)
         record = self._reader.read()

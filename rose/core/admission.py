@@ -66,6 +66,8 @@ class AdmissionGate:
         self._tokens_floor = tokens_floor
         self._last_policy: GatePolicy | None = None
         self._shared_latency = SharedStepLatency()
+        self.lessons = 0
+        """Steps observed so far: answers from before the latest one may not stand any more."""
 
     @property
     def latency(self) -> StepLatency:
@@ -74,6 +76,7 @@ class AdmissionGate:
 
     def observe_step(self, tokens: int, duration_ns: int, *, co_running: int = 0) -> None:
         """A rollout step took `duration_ns`, beside serving of that load; empty steps teach nothing."""
+        self.lessons += 1
         self._shared_latency.observe(tokens, duration_ns, co_running=co_running)
 
     def decide(

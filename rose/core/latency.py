@@ -50,9 +50,13 @@ class WindowQuantile:
 
     def value(self) -> int:
         """The smallest value that at least the given share of the window does not exceed; 0 when empty."""
+        return self.at(self._quantile)
+
+    def at(self, quantile: float) -> int:
+        """As `value`, for another share in (0, 1]."""
         if not self._sorted:
             return 0
-        return self._sorted[ceil(self._quantile * len(self._sorted)) - 1]
+        return self._sorted[ceil(quantile * len(self._sorted)) - 1]
 
 
 class StepLatency:

@@ -173,6 +173,7 @@ class ReplicaReading(NamedTuple):
     step_end_ns: int
     busy_ns: int
     overhead_p50_ns: int
+    """What the plugin added to a step, with the device waiting, by the clock on the wall."""
     overhead_p99_ns: int
     weight_version: int
     """Version of the weights in use, as set by the last committed update."""
@@ -184,6 +185,9 @@ class ReplicaReading(NamedTuple):
     """Gate transitions that were lost because rosed did not fetch them in time."""
     kv_resident_bytes: int
     """Physical memory behind the KV cache, as its worker measured it; -1 if unknown, or not elastic."""
+    overhead_cpu_p50_ns: int = 0
+    """The same in processor time of the thread: without waiting for a core, or for the interpreter's lock."""
+    overhead_cpu_p99_ns: int = 0
 
 
 class KvOrderReading(NamedTuple):

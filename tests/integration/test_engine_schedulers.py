@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from engine_world import Gatekeeper
+from rich.console import Console
 
 from rose.boards import BoardPaths, BoardReader
-from rose.core.readings import NEVER, SlackReading, Unknown
+from rose.core.readings import NEVER, GateMode, SlackReading, Unknown
 from rose.engines.vllm.settings import PluginSettings
 from rose.engines.vllm.slo_class import HEADER
 from rose.units import ms_to_ns
@@ -150,3 +153,76 @@ def test_each_request_is_held_to_the_budgets_of_its_class(configs: dict[str, Any
                 assert reading.tpot_deadline_ns <= reading.step_end_ns + 2 * tpot_ms * MS
     reading = serving.read()
     assert reading.tpot_deadline_ns > reading.step_end_ns + 60 * MS  # the demanding one is gone
+
+
+class Rollout:
+    """A rollout scheduler whose gate the test sets."""
+
+    def __init__(self, configs: dict[str, Any], run_dir: Path, kind: str) -> None:
+        from rose.engines.vllm import rollout_scheduler  # noqa: PLC0415 (imports vLLM)
+        from rose.engines.vllm.step_loop import StepLoop  # noqa: PLC0415
+
+        self.gate = Gatekeeper(BoardPaths(run_dir), "r0")
+        given = PluginSettings(role="rollout", name="r0", run_dir=str(run_dir), token_file="")
+        classes = {"sync": "RolloutScheduler", "async": "RolloutAsyncScheduler"}
+        in_flight_max = {"sync": 1, "async": 2}[kind]
+        scheduler_cls = getattr(rollout_scheduler, classes[kind])
+        self.loop = StepLoop(scheduler_cls, configs[kind], given, in_flight_max=in_flight_max)
+
+
+@pytest.fixture(params=["sync", "async"])
+def rollout(request: pytest.FixtureRequest, configs: dict[str, Any], run_dir: Path) -> Iterator[Rollout]:
+    """One of each kind, with its gate open."""
+    rollout = Rollout(configs, run_dir, request.param)
+    yield rollout
+    rollout.gate.close()
+
+
+def test_everybody_gets_on_under_a_small_cap(rollout: Rollout) -> None:
+    """vLLM serves its list from the head: without a rotation the last ones would starve."""
+    for number in range(8):
+        rollout.loop.add(f"r{number}", [number, 1, 2, 3], 400)
+    while min(rollout.loop.tokens.get(f"r{number}", 0) for number in range(8)) < 2:
+        rollout.loop.step()
+    rollout.gate.set(token_cap=3)
+    rollout.loop.step()
+    before = dict(rollout.loop.tokens)
+    for _ in range(160):
+        rollout.loop.step()
+    gained = [rollout.loop.tokens[name] - before[name] for name in before]
+    assert sum(gained) >= 3 * 150
+    assert max(gained) - min(gained) <= 12
+
+
+def test_a_flapping_gate_loses_and_doubles_nothing(rollout: Rollout) -> None:
+    """Closed and opened at every possible moment, with none, one or two steps in flight."""
+    for number in range(6):
+        rollout.loop.add(f"r{number}", list(range(30 + number)), 20)
+    step = 0
+    while rollout.loop.scheduler.has_requests() or rollout.loop.in_flight:
+        step += 1
+        assert step < 2000
+        rollout.gate.set(mode=GateMode.OPEN if step % 3 else GateMode.CLOSED, token_cap=(0, 5, 64)[step % 3])
+        if rollout.loop.scheduler.has_requests():
+            rollout.loop.step()
+        else:
+            rollout.loop.end_oldest()
+    assert rollout.loop.tokens == {f"r{number}": 20 for number in range(6)}
+
+
+def test_the_benchmark_of_the_gate_measures_both_plugins(tmp_path: Path) -> None:
+    from rose_daemon.bench import gate as bench_gate  # noqa: PLC0415 (imports vLLM)
+
+    said: list[str] = []
+    options = bench_gate.GateOptions(running=4, steps=12, device_ms=0.1)
+    report = bench_gate.measure(options, said.append)
+    assert len(said) == 2
+    for world in ("serving", "rollout"):
+        for setting in ("hot_loop", "scheduling", "asleep_between"):
+            found = report[world][setting]
+            for part in ("vllm", "on_step", "deferred"):
+                assert found[part]["wall_p50_us"] <= found[part]["wall_p99_us"]
+                assert found[part]["cpu_p50_us"] > 0
+    console = Console(record=True, width=100)
+    bench_gate.show(report, console)
+    assert "beside the device" in console.export_text()

@@ -205,12 +205,13 @@ def test_a_failed_read_leaves_no_half_record_to_other_threads(path: Path) -> Non
     writer, reader = BoardWriter(path, GatePolicy), BoardReader(path, GatePolicy)
     writer.publish(policy(1))
     assert reader.read() == policy(1)
+    writer.publish(policy(2))
     with path.open("r+b") as page:
-        page.seek(1024 + 8)
+        page.seek(64 + 8)
         page.write(b"\xff" * 16)
     assert reader.read() == Unknown("board_torn")
-    writer.publish(policy(2))
-    assert reader.read() == policy(2)
+    writer.publish(policy(3))
+    assert reader.read() == policy(3)
 
 
 @pytest.mark.parametrize("compiler", ["gcc", "aarch64-linux-gnu-gcc"])

@@ -319,9 +319,10 @@ def test_only_steps_beside_an_idle_serving_engine_teach_what_a_step_takes_alone(
     gate._admission.observe_step = lambda *_, co_running: seen.append(co_running)  # type: ignore[method-assign]
     for serving_steps in (False, True):
         gate.decide(time.monotonic_ns())
-        step = gate.step_began(32, time.monotonic_ns())
+        step = gate.step_began(32 + serving_steps, time.monotonic_ns())  # two alike in a row teach once
         if serving_steps:
             serving.step()
         gate.step_ended(step, 8 * MS)
         gate.decide(time.monotonic_ns())
+        gate.settle(time.monotonic_ns())
     assert seen == [0, 1]

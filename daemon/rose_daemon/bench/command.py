@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -21,6 +22,12 @@ if TYPE_CHECKING:
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False, no_args_is_help=True)
 
+_QUIET_VLLM = {
+    "VLLM_PLUGINS": "",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
 DIRECTORY = Path("out/bench-coserve")
 MEASURED, PICTURE = "measured.json", "report.png"
 QUICK_RUN_S = 20.0
@@ -195,3 +202,29 @@ def delta(
         write_report(json_file, report)
     bench_delta.show(report, console)
     raise typer.Exit(0 if report["ok"] else 1)
+
+
+@app.command()
+def gate(
+    running: Annotated[int, typer.Option(min=1, max=256, help="Requests that run at once.")] = 64,
+    steps: Annotated[int, typer.Option(min=10, max=400, help="Steps measured in each setting.")] = 400,
+    device_ms: Annotated[
+        float, typer.Option(min=0, max=1000, help="How long a step leaves the core to others.")
+    ] = 3.0,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the report here.")] = None,
+) -> None:
+    """What the plugins cost a step: the slack board in a serving engine, the gate in a rollout engine.
+
+    On vLLM's own schedulers, in this process and without a device.
+    """
+    os.environ |= _QUIET_VLLM
+    from rose_daemon.bench import gate as bench_gate  # noqa: PLC0415 - imports vLLM
+
+    check_report_path(json_file)
+    console = Console(highlight=False)
+    options = bench_gate.GateOptions(running=running, steps=steps, device_ms=device_ms)
+    with Screen(console) as screen:
+        report = bench_gate.measure(options, screen.say)
+    if json_file is not None:
+        write_report(json_file, report)
+    bench_gate.show(report, console)

@@ -16,6 +16,12 @@ from rose.engines.vllm.step_log import StepLog
 from rose.units import ms_to_ns
 
 _OVERHEAD_WINDOW = 512
+_CPU_CLOCK_EVERY = 8
+"""The clock of a thread's processor time costs a system call: one step in so many is measured by it."""
+
+
+def _no_clock() -> int:
+    return 0
 
 
 class ReplicaBoard:
@@ -26,9 +32,11 @@ class ReplicaBoard:
         boards.run_dir.mkdir(parents=True, exist_ok=True)
         self._writer = BoardWriter(boards.replica(settings.name), ReplicaReading)
         self._log = StepLog(settings, settings.name)
-        self._overhead_p50 = WindowQuantile(_OVERHEAD_WINDOW, 0.5)
-        self._overhead_p99 = WindowQuantile(_OVERHEAD_WINDOW, 0.99)
-        self._overhead_ns = 0
+        self._overhead = WindowQuantile(_OVERHEAD_WINDOW, 0.99)
+        self._overhead_cpu = WindowQuantile(_OVERHEAD_WINDOW, 0.99)
+        self._overhead_ns = self._overhead_cpu_ns = self._overheads = 0
+        self.cpu_clock = time.thread_time_ns
+        """For the present step: processor time of this thread, or always 0."""
         self._published_ns = 0
         self._step_start_ns = self._step_end_ns = self._busy_ns = 0
         self._steps = self._empty_steps = self._tokens = 0
@@ -69,16 +77,20 @@ class ReplicaBoard:
             self._writer.activity.end(now_ns, more=self._in_flight > 0)
         return duration_ns
 
-    def overhead(self, spent_ns: int) -> None:
-        """What our part of `schedule` cost; closes the account of the step before."""
-        if self._overhead_ns:
-            self._overhead_p50.add(self._overhead_ns)
-            self._overhead_p99.add(self._overhead_ns)
-        self._overhead_ns = spent_ns
-
-    def overhead_more(self, spent_ns: int) -> None:
-        """What our part of `update_from_output` cost."""
+    def overhead(self, spent_ns: int, cpu_ns: int) -> None:
+        """What a part of the plugin cost since the account was closed."""
         self._overhead_ns += spent_ns
+        self._overhead_cpu_ns += cpu_ns
+
+    def close_account(self) -> None:
+        """Once a step: what was spent since the last time is what it cost."""
+        if self._overhead_ns:
+            self._overhead.add(self._overhead_ns)
+        if self._overhead_cpu_ns:
+            self._overhead_cpu.add(self._overhead_cpu_ns)
+        self._overhead_ns = self._overhead_cpu_ns = 0
+        self._overheads += 1
+        self.cpu_clock = _no_clock if self._overheads % _CPU_CLOCK_EVERY else time.thread_time_ns
 
     def publish(
         self,
@@ -121,13 +133,15 @@ class ReplicaBoard:
                 step_start_ns=self._step_start_ns,
                 step_end_ns=self._step_end_ns,
                 busy_ns=self._busy_ns,
-                overhead_p50_ns=self._overhead_p50.value(),
-                overhead_p99_ns=self._overhead_p99.value(),
+                overhead_p50_ns=self._overhead.at(0.5),
+                overhead_p99_ns=self._overhead.value(),
                 weight_version=weight_version,
                 drift_permille=gate.drift_permille,
                 margin_ns=gate.margin_ns,
                 journal_dropped=gate.journal_dropped,
                 kv_resident_bytes=memory.resident_bytes,
+                overhead_cpu_p50_ns=self._overhead_cpu.at(0.5),
+                overhead_cpu_p99_ns=self._overhead_cpu.value(),
             )
         )
 

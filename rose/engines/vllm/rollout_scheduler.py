@@ -19,7 +19,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.request import RequestStatus
 
-from rose.core.readings import Unknown
+from rose.core.readings import GatePolicy, Unknown
 from rose.engines.vllm.kv_elastic import ElasticKv
 from rose.engines.vllm.replica_board import ReplicaBoard
 from rose.engines.vllm.settings import PluginSettings
@@ -71,6 +71,7 @@ class RolloutMixin:
         self._rose_stats_ns = 0
         self._rose_slept_ns = 0
         self._rose_version = "0"
+        self._rose_budget_of: GatePolicy | None = None
         if self.connector is not None:
             raise ConfigError("a rollout engine cannot have a KV connector", "leave --kv-transfer-config out")
         if not self._rose_kv.fits(self.max_model_len, self._rose_kv.total_blocks):
@@ -86,29 +87,41 @@ class RolloutMixin:
 
     def schedule(self, throttle_prefills: bool = False) -> Any:
         """As vLLM, with at most the tokens that the gate admits."""
-        entered_ns = time.monotonic_ns()
+        board = self._rose_board
+        entered_ns, entered_cpu_ns = time.monotonic_ns(), board.cpu_clock()
         tokens_max = self._rose_admitted(entered_ns)
         with self._rose_lock:
             limit = self.max_num_scheduled_tokens
             self.max_num_scheduled_tokens = min(limit, tokens_max)
             if 0 < tokens_max < len(self.running):
                 self._rose_rotate(tokens_max)
-            asked_ns = time.monotonic_ns()
+            asked_ns, asked_cpu_ns = time.monotonic_ns(), board.cpu_clock()
             try:
                 output = super().schedule(throttle_prefills)  # type: ignore[misc]
             finally:
                 self.max_num_scheduled_tokens = limit
-            scheduled_ns = time.monotonic_ns()
-            self._rose_end_those_too_large(output.preempted_req_ids or ())
-            self._rose_board.scheduled(output.total_num_scheduled_tokens, scheduled_ns)
+            scheduled_ns, scheduled_cpu_ns = time.monotonic_ns(), board.cpu_clock()
+            if output.preempted_req_ids:
+                self._rose_end_those_too_large(output.preempted_req_ids)
+            board.scheduled(output.total_num_scheduled_tokens, scheduled_ns)
             if output.total_num_scheduled_tokens:
                 step = self._rose_gate.step_began(output.total_num_scheduled_tokens, scheduled_ns)
                 self._rose_steps.append(step)
             elif self._rose_slept_ns:
-                self._rose_publish()  # otherwise `update_from_output` does, a step later
-        ended_ns = time.monotonic_ns()
-        self._rose_board.overhead(ended_ns - scheduled_ns + asked_ns - entered_ns - self._rose_slept_ns)
+                self._rose_publish()  # vLLM may not ask for a bitmask of an empty step
+        if not self._rose_slept_ns:  # who waited for the gate has no hurry, and woke up with cold caches
+            spent_ns = time.monotonic_ns() - scheduled_ns + asked_ns - entered_ns
+            board.overhead(spent_ns, board.cpu_clock() - scheduled_cpu_ns + asked_cpu_ns - entered_cpu_ns)
         return output
+
+    def get_grammar_bitmask(self, scheduler_output: Any) -> Any:
+        """As vLLM, which asks for it once the step has been given to the device: time to tell and learn."""
+        bitmask = super().get_grammar_bitmask(scheduler_output)  # type: ignore[misc]
+        with self._rose_lock:
+            self._rose_board.close_account()
+            self._rose_gate.settle(time.monotonic_ns())
+            self._rose_publish()
+        return bitmask
 
     def _rose_admitted(self, now_ns: int) -> int:
         """Tokens that the next step may take; sleeps, bounded, while that is none and nothing else to do."""
@@ -134,15 +147,19 @@ class RolloutMixin:
         entered_ns = time.monotonic_ns()
         with self._rose_lock:
             outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
-            updated_ns = time.monotonic_ns()
+            updated_ns, updated_cpu_ns = time.monotonic_ns(), self._rose_board.cpu_clock()
             if scheduler_output.total_num_scheduled_tokens and self._rose_steps:
                 step = self._rose_steps.popleft()
                 self._rose_elastic.memory.step_ended()
                 duration_ns = self._rose_board.step_ended(step.started_ns, entered_ns, step.tokens)
                 self._rose_gate.step_ended(step, duration_ns)
-            self._rose_tell_ended(outputs)
-            self._rose_publish()
-        self._rose_board.overhead_more(time.monotonic_ns() - updated_ns)
+            if self._rose_ended:
+                self._rose_tell_ended(outputs)
+            if not self.running:  # no step follows at once, after which to tell
+                self._rose_gate.settle(updated_ns)
+                self._rose_publish()
+        cpu_ns = self._rose_board.cpu_clock() - updated_cpu_ns
+        self._rose_board.overhead(time.monotonic_ns() - updated_ns, cpu_ns)
         return outputs
 
     def _rose_tell_ended(self, outputs: dict[int, Any]) -> None:
@@ -235,8 +252,11 @@ class RolloutMixin:
     def _rose_apply_budget(self) -> None:
         """Bring the budget to what the accepted policy says; ends the requests that stand in the way."""
         policy = self._rose_gate.policy
+        if policy is self._rose_budget_of and self._rose_board.budget_complete:
+            return
         if isinstance(policy, Unknown):
             return
+        self._rose_budget_of = policy
         wanted = min(policy.kv_budget_blocks or self._rose_kv.total_blocks, self._rose_kv.total_blocks)
         if wanted == self._rose_kv.budget_blocks and self._rose_board.budget_complete:
             return

@@ -6,11 +6,12 @@ import threading
 import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from operator import is_not
 from pathlib import Path
 from typing import NamedTuple
 
 from rose.boards import Bell, Owner, WatchedBoard
-from rose.core.admission import Admission, AdmissionGate, strictest
+from rose.core.admission import LEASE_NS_MAX, Admission, AdmissionGate, strictest
 from rose.core.readings import GateMode, GatePolicy, GateTransition, LimitStatus, SlackReading, Unknown
 from rose.engines.vllm.settings import PluginSettings
 from rose.profile import Profile
@@ -20,8 +21,11 @@ from rose.units import NS_PER_MS, ms_to_ns
 WAIT_NS_MAX = 50 * NS_PER_MS
 """Longest wait in one step while closed: bounds how late an abort is noticed that nobody rang for."""
 _NO_BELL_POLL_NS = 5 * NS_PER_MS
+_LEARN_SAME_EVERY = 4
+"""Of steps of the same size in a row, one in so many teaches: they are alike, and each costs microseconds."""
 
 
+_LEASE = GatePolicy._fields.index("alive_until_ns")
 _BUSY = -1
 _NO_BOARD = SlackReading(*[0] * len(SlackReading._fields))
 
@@ -54,6 +58,11 @@ class StepGate:
         self._admission = AdmissionGate(step_tokens_max=step_tokens_max)
         self._serving_steps = _BUSY
         self._unlearnt: list[tuple[StepInFlight, int]] = []
+        self._taught_tokens = self._ended = 0
+        self._readings: list[SlackReading | Unknown] = []
+        self._combined: SlackReading | Unknown | None = None
+        self._seen_policy: GatePolicy | Unknown | None = None
+        self._went_by: tuple[SlackReading | Unknown | None, GatePolicy | Unknown, int] | None = None
         self._owner: Owner | None = None
         self.policy: GatePolicy | Unknown = Unknown("board_missing")
         """The latest policy that was accepted."""
@@ -71,6 +80,9 @@ class StepGate:
         with self._lock:
             self._read_policy(now_ns)
             slack = self._read_slack(now_ns)
+            if self.last is not None and not in_flight and self._stands(self.last, slack, now_ns):
+                self._count(self.last, now_ns)
+                return self.last
             ahead_ns = sum(
                 max(0, step.started_ns + self._admission.latency.predict_ns(step.tokens) - now_ns)
                 for step in in_flight
@@ -78,8 +90,24 @@ class StepGate:
             admission = self._admission.decide(slack, self.policy, now_ns, in_flight_ns=ahead_ns)
             if self.last is None or (admission.open, admission.reason) != (self.last.open, self.last.reason):
                 self._note(admission, slack, now_ns, ahead_ns)
+            self._went_by = None if in_flight else (slack, self.policy, self._admission.lessons)
             self._count(admission, now_ns)
             return admission
+
+    def _stands(self, last: Admission, slack: SlackReading | Unknown | None, now_ns: int) -> bool:
+        """Whether nothing changed that the last answer went by."""
+        if self._went_by is None or now_ns >= last.valid_until_ns:
+            return False
+        by_slack, by_policy, lessons = self._went_by
+        if self._admission.lessons != lessons:
+            return False
+        if self.policy is not by_policy and not _renewed(by_policy, self.policy, now_ns):
+            return False
+        if slack is by_slack:
+            return True
+        if not isinstance(slack, SlackReading) or not isinstance(by_slack, SlackReading):
+            return False
+        return slack[1:] == by_slack[1:]  # said again, at another time
 
     def _note(
         self, admission: Admission, slack: SlackReading | Unknown | None, now_ns: int, ahead_ns: int
@@ -126,18 +154,32 @@ class StepGate:
     def _read_slack(self, now_ns: int) -> SlackReading | Unknown | None:
         if not self._slack_boards:
             return None
-        slack = strictest([board.read(now_ns, self._stale_ns) for board in self._slack_boards])
-        idle = not isinstance(slack, Unknown) and not slack.in_step
-        self._serving_steps = slack.steps if idle and not isinstance(slack, Unknown) else _BUSY
-        self._learn()
+        if len(self._slack_boards) == 1:
+            slack = self._slack_boards[0].read(now_ns, self._stale_ns)
+        else:
+            slack = self._read_all(now_ns)
+        self._serving_steps = _BUSY if isinstance(slack, Unknown) or slack.in_step else slack.steps
         return slack
 
-    def _learn(self) -> None:
-        """Teach the latency model the steps that ended since the last reading."""
-        for step, duration_ns in self._unlearnt:
-            alone = _BUSY != step.serving_steps == self._serving_steps
-            self._admission.observe_step(step.tokens, duration_ns, co_running=int(not alone))
-        self._unlearnt.clear()
+    def _read_all(self, now_ns: int) -> SlackReading | Unknown:
+        readings = [board.read(now_ns, self._stale_ns) for board in self._slack_boards]
+        if self._combined is None or any(map(is_not, readings, self._readings)):
+            self._readings, self._combined = readings, strictest(readings)
+        return self._combined
+
+    def settle(self, now_ns: int) -> None:
+        """What need not be done between two steps: see who lives, and learn.
+
+        The latency model is taught the steps that ended before the latest decision.
+        """
+        with self._lock:
+            self._policy_board.refresh(now_ns)
+            for board in self._slack_boards:
+                board.refresh(now_ns)
+            for step, duration_ns in self._unlearnt:
+                alone = not self._slack_boards or _BUSY != step.serving_steps == self._serving_steps
+                self._admission.observe_step(step.tokens, duration_ns, co_running=int(not alone))
+            self._unlearnt.clear()
 
     def _read_policy(self, now_ns: int) -> None:
         """Accept the board's policy unless it contradicts one accepted from the same rosed.
@@ -145,13 +187,16 @@ class StepGate:
         What is refused is not obeyed in part: the accepted policy stands, and its lease runs out.
         """
         seen = self._policy_board.read(now_ns, None)
+        if seen is self._seen_policy:
+            return
+        self._seen_policy = seen
         held = self.policy
         if isinstance(seen, Unknown) or isinstance(held, Unknown):
             # A dedicated replica keeps its last policy inside the admission gate.
             self._accept(seen)
         elif seen.revision == held.revision:
-            if _same_but_lease(seen, held):
-                self._accept(seen)
+            if _same_but_lease(seen, held):  # the owner counts for the revision, not for each renewal
+                self.policy, self.limit_status = seen, LimitStatus.APPLIED
             else:
                 self.limit_status = LimitStatus.CONFLICT
         elif seen.revision > held.revision or self._policy_board.owner != self._owner:
@@ -214,12 +259,11 @@ class StepGate:
         return StepInFlight(tokens, now_ns, self._serving_steps)
 
     def step_ended(self, step: StepInFlight, duration_ns: int) -> None:
-        """It took that long; the latency model learns of it with the next reading of the board."""
-        with self._lock:
+        """It took that long; `settle` after the next decision, whose reading tells what ran beside it."""
+        self._ended += 1
+        if step.tokens != self._taught_tokens or self._ended % _LEARN_SAME_EVERY == 0:
+            self._taught_tokens = step.tokens
             self._unlearnt.append((step, duration_ns))
-            if not self._slack_boards:
-                self._serving_steps = 0
-                self._learn()
 
     @property
     def drift_permille(self) -> int:
@@ -245,8 +289,15 @@ def _asking_for_nudges(bell: Bell | None, policy: GatePolicy | Unknown) -> Itera
         bell.awaited = False
 
 
+def _renewed(before: GatePolicy | Unknown, now: GatePolicy | Unknown, now_ns: int) -> bool:
+    """Whether rosed did nothing but renew the lease: an answer stands as long as it did."""
+    if isinstance(before, Unknown) or isinstance(now, Unknown) or not _same_but_lease(before, now):
+        return False
+    return before.alive_until_ns <= now.alive_until_ns <= now_ns + LEASE_NS_MAX
+
+
 def _same_but_lease(one: GatePolicy, other: GatePolicy) -> bool:
-    return one._replace(alive_until_ns=0) == other._replace(alive_until_ns=0)
+    return one[:_LEASE] == other[:_LEASE] and one[_LEASE + 1 :] == other[_LEASE + 1 :]
 
 
 class GateBells:
