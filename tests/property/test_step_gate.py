@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rose.boards import BoardPaths, BoardWriter
@@ -102,6 +102,7 @@ class World:
 
 
 @settings(deadline=None, max_examples=150)
+@example([("lease", -5), ("lease", 20)], ("a",))  # a lease that ran out, and is renewed
 @given(st.lists(moves, min_size=1, max_size=25), st.sampled_from([("a",), ("a", "b")]))
 def test_an_answer_used_again_is_what_a_new_one_would_be(
     steps: list[tuple[str, Any]], names: tuple[str, ...]

@@ -85,7 +85,7 @@ def measured(strict_ms: float = 60) -> Measured:
         )
     ]
     gate = ReplicaReading(*[0] * len(ReplicaReading._fields))._replace(
-        overhead_p50_ns=4000, overhead_p99_ns=9000
+        overhead_p50_ns=4000, overhead_p99_ns=9000, overhead_cpu_p50_ns=3000, overhead_cpu_p99_ns=8000
     )
     slack = SlackReading(*[0] * len(SlackReading._fields))._replace(
         overhead_ns=8000, prefill_predicted_ns=30 * NS_PER_MS, drift_permille=1100
@@ -119,6 +119,7 @@ def test_report_has_its_stable_keys() -> None:
     assert report["serving_alone_busy_share"] == 0.5
     assert report["kv_budget_was_cut"] is False
     assert report["gate"]["overhead_us"] == {"p50": 4.0, "p99": 9.0}
+    assert report["gate"]["overhead_cpu_us"] == {"p50": 3.0, "p99": 8.0}
     serving = report["gate"]["modes"]["rose-strict"]["serving"]
     assert (serving["overhead_us"], serving["prefill_predicted_ms"], serving["drift"]) == (8.0, 30.0, 1.1)
     keys = ("trace", "offset", "size_divisor", "rate_scale", "concurrency", "cpu_affinity")

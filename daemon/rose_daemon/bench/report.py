@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rose.core.attribution import Cause
+from rose.core.readings import ReplicaReading
 from rose.errors import Exit
 from rose.units import NS_PER_MS
 from rose_daemon.bench import causes
@@ -185,12 +186,18 @@ def _setup(measured: Measured) -> dict[str, Any]:
 def _gate(measured: Measured) -> dict[str, Any]:
     """What the plugins cost a step (the worst gated mode), and how well they predicted."""
     replicas = [costs.replica for costs in measured.gates.values()]
-    p50_ns = max((replica.overhead_p50_ns for replica in replicas), default=None)
-    p99_ns = max((replica.overhead_p99_ns for replica in replicas), default=None)
+
+    def worst_us(of: Callable[[ReplicaReading], int]) -> float | None:
+        return rounded(max(map(of, replicas)) / 1e3) if replicas else None
+
     return {
         "overhead_us": {
-            "p50": None if p50_ns is None else rounded(p50_ns / 1e3),
-            "p99": None if p99_ns is None else rounded(p99_ns / 1e3),
+            "p50": worst_us(lambda replica: replica.overhead_p50_ns),
+            "p99": worst_us(lambda replica: replica.overhead_p99_ns),
+        },
+        "overhead_cpu_us": {
+            "p50": worst_us(lambda replica: replica.overhead_cpu_p50_ns),
+            "p99": worst_us(lambda replica: replica.overhead_cpu_p99_ns),
         },
         "modes": {str(mode): _predictions(costs) for mode, costs in measured.gates.items()},
     }
@@ -201,6 +208,7 @@ def _predictions(costs: GateCosts) -> dict[str, Any]:
     return {
         "serving": {
             "overhead_us": rounded(slack.overhead_ns / 1e3),
+            "deferred_us": rounded(slack.deferred_ns / 1e3),
             "prefill_p99_ms": rounded(slack.prefill_p99_ns / NS_PER_MS),
             "prefill_predicted_ms": rounded(slack.prefill_predicted_ns / NS_PER_MS),
             "drift": slack.drift_permille / 1000,

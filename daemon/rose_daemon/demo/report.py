@@ -225,6 +225,10 @@ def _gate(found: Findings) -> dict[str, Any]:
             "p50": rounded(after.overhead_p50_ns / 1e3, 2),
             "p99": rounded(after.overhead_p99_ns / 1e3, 2),
         },
+        "overhead_cpu_us": {
+            "p50": rounded(after.overhead_cpu_p50_ns / 1e3, 2),
+            "p99": rounded(after.overhead_cpu_p99_ns / 1e3, 2),
+        },
     }
 
 

@@ -256,9 +256,9 @@ class RolloutMixin:
             return
         if isinstance(policy, Unknown):
             return
-        self._rose_budget_of = policy
         wanted = min(policy.kv_budget_blocks or self._rose_kv.total_blocks, self._rose_kv.total_blocks)
         if wanted == self._rose_kv.budget_blocks and self._rose_board.budget_complete:
+            self._rose_budget_of = policy
             return
         if wanted > self._rose_kv.budget_blocks:
             if (wanted := self._rose_affordable(wanted)) == self._rose_kv.budget_blocks:

@@ -95,9 +95,9 @@ class StepGate:
             return admission
 
     def _stands(self, last: Admission, slack: SlackReading | Unknown | None, now_ns: int) -> bool:
-        """Whether nothing changed that the last answer went by."""
-        if self._went_by is None or now_ns >= last.valid_until_ns:
-            return False
+        """Whether the last answer was to open, and nothing changed that it went by."""
+        if not last.open or self._went_by is None or now_ns >= last.valid_until_ns:
+            return False  # a closed gate has time, and its reason may change
         by_slack, by_policy, lessons = self._went_by
         if self._admission.lessons != lessons:
             return False
@@ -168,11 +168,13 @@ class StepGate:
         return self._combined
 
     def settle(self, now_ns: int) -> None:
-        """What need not be done between two steps: see who lives, and learn.
+        """What need not be done between two steps: see who lives, learn, and decide ahead.
 
-        The latency model is taught the steps that ended before the latest decision.
+        The latency model is taught the steps that ended before the latest decision.  That outdates the
+        answer; it is renewed here, unless steps overlap, where each decision has others ahead of it.
         """
         with self._lock:
+            learnt, ahead = bool(self._unlearnt), self._went_by is not None
             self._policy_board.refresh(now_ns)
             for board in self._slack_boards:
                 board.refresh(now_ns)
@@ -180,6 +182,8 @@ class StepGate:
                 alone = not self._slack_boards or _BUSY != step.serving_steps == self._serving_steps
                 self._admission.observe_step(step.tokens, duration_ns, co_running=int(not alone))
             self._unlearnt.clear()
+        if learnt and ahead:
+            self.decide(now_ns)
 
     def _read_policy(self, now_ns: int) -> None:
         """Accept the board's policy unless it contradicts one accepted from the same rosed.
@@ -290,7 +294,7 @@ def _asking_for_nudges(bell: Bell | None, policy: GatePolicy | Unknown) -> Itera
 
 
 def _renewed(before: GatePolicy | Unknown, now: GatePolicy | Unknown, now_ns: int) -> bool:
-    """Whether rosed did nothing but renew the lease: an answer stands as long as it did."""
+    """Whether rosed did nothing but renew the lease: a gate that was open stays so, as long as it would."""
     if isinstance(before, Unknown) or isinstance(now, Unknown) or not _same_but_lease(before, now):
         return False
     return before.alive_until_ns <= now.alive_until_ns <= now_ns + LEASE_NS_MAX
