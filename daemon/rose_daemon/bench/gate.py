@@ -24,6 +24,7 @@ from rich.table import Table
 
 from rose.boards import BoardPaths, BoardWriter
 from rose.core.readings import NEVER, GateMode, GatePolicy, SlackReading
+from rose.engines.vllm.elastic_serving import ElasticServingMixin
 from rose.engines.vllm.rollout_scheduler import RolloutMixin
 from rose.engines.vllm.serving_scheduler import ServingMixin
 from rose.engines.vllm.settings import PluginSettings
@@ -53,7 +54,7 @@ class GateOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How long a step leaves the core to others, in the third setting."""
 
 
-class _TimedServing(ServingMixin, TimedScheduler):
+class _TimedServing(ServingMixin, ElasticServingMixin, TimedScheduler):
     """A serving engine."""
 
 
