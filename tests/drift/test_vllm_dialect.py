@@ -64,8 +64,9 @@ def test_answers_are_vllms(protocol: Any, mode: str) -> None:
     first = Piece(text="", token_ids=[], prompt_token_ids=[1, 2])
     last = Piece(text="a", token_ids=[7], logprobs=[entry(text)], finish_reason="length")
     chunk = protocol.GenerateTextStreamResponse if text else protocol.GenerateTokensStreamResponse
-    documents = writer.chunks(first, 3) + writer.chunks(last, 3) + writer.last(answer(text))
-    chunks = [chunk.model_validate(one) for one in documents]
+    events = writer.events(first, 3) + writer.events(last, 3) + writer.last(answer(text))
+    data = [one.removeprefix(b"data: ") for one in events.split(b"\n\n") if one]
+    chunks = [chunk.model_validate_json(one) for one in data]
     assert chunks[0].prompt_token_ids == [1, 2]
     assert chunks[-1].choices[0].weight_versions[0].end == 1
 

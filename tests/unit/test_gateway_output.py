@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.completion import Completion
-from rose_daemon.scheduler.dialects import chunk_writer, parse, whole_body
+from rose_daemon.scheduler.dialects import chunk_writer, openai, parse, whole_body
+from rose_daemon.scheduler.engine_streams import EngineError, EventSplitter, Garbage, OpenAiReader
 from rose_daemon.scheduler.errors import Failure
 from rose_daemon.scheduler.output import (
     Alternative,
@@ -17,16 +21,16 @@ from rose_daemon.scheduler.output import (
     Piece,
     TokenLogprob,
     in_chat_form,
-    read_chunk,
     replayed_pieces,
 )
-from rose_daemon.scheduler.requests import Dialect
+from rose_daemon.scheduler.requests import Dialect, Request
 from rose_daemon.scheduler.seam import SpecialTokens, text_after, text_so_far
 from rose_daemon.scheduler.turns import Attempt, Cancelled, Turn, TurnBook
 
 from rose.units import JobId, ReplicaId, TurnId, WeightVersion
 
 CHAT = parse(Dialect.CHAT, b'{"messages":[{"role":"user","content":"x"}],"return_token_ids":true}')
+PLAIN_CHAT = parse(Dialect.CHAT, b'{"messages":[{"role":"user","content":"x"}]}')
 COMPLETION = parse(Dialect.COMPLETION, b'{"prompt":"x","return_token_ids":true}')
 
 
@@ -46,6 +50,15 @@ def answer_of(pieces: list[Piece], dialect: Dialect, choices: int = 1) -> Answer
         attempts=[AttemptRecord(ReplicaId("r"), 2, "finished")],
         weight_versions=[(0, 1, WeightVersion(0))],
     )
+
+
+def read_chunk(dialect: Dialect, chunk: dict[str, Any]) -> list[Piece]:
+    return OpenAiReader(dialect).read(msgspec.json.encode(chunk))
+
+
+def documents(events: bytes) -> list[dict[str, Any]]:
+    """JSON documents of server-sent events."""
+    return [msgspec.json.decode(data.removeprefix(b"data: ")) for data in events.split(b"\n\n") if data]
 
 
 CHAT_CHUNKS: list[dict[str, Any]] = [
@@ -146,7 +159,8 @@ def test_a_completions_entry_in_chat_form() -> None:
 def test_offsets_of_logprobs_run_on_through_a_stream() -> None:
     writer = chunk_writer(COMPLETION, "t", "m", 1)
     entry = TokenLogprob("ab", -1.0, None, (Alternative("ab", -1.0, None),))
-    chunks = [writer.chunks(Piece(text="ab", token_ids=[1], logprobs=[entry]), 0)[0] for _ in range(3)]
+    events = [writer.events(Piece(text="ab", token_ids=[1], logprobs=[entry]), 0) for _ in range(3)]
+    chunks = [document for event in events for document in documents(event)]
     assert [chunk["choices"][0]["logprobs"]["text_offset"] for chunk in chunks] == [[0], [2], [4]]
 
 
@@ -154,11 +168,13 @@ def test_a_replayed_stream_says_what_the_body_says() -> None:
     pieces = [piece for chunk in CHAT_CHUNKS for piece in read_chunk(Dialect.CHAT, chunk)]
     answer = answer_of(pieces, Dialect.CHAT)
     writer = chunk_writer(CHAT, "t", "m", 1)
-    documents = [document for piece in replayed_pieces(answer) for document in writer.chunks(piece, 0)]
-    chunks = [ChatCompletionChunk.model_validate(document) for document in documents]
+    events = b"".join(writer.events(piece, 0) for piece in replayed_pieces(answer))
+    chunks = [ChatCompletionChunk.model_validate(document) for document in documents(events)]
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "é"
     assert chunks[0].choices[0].delta.role == "assistant"
-    assert writer.last(answer)[0]["rose"] == answer.rose_member()
+    assert documents(writer.last(answer))[0]["rose"] == msgspec.json.decode(
+        msgspec.json.encode(answer.rose_member())
+    )
 
 
 @pytest.mark.parametrize(
@@ -172,8 +188,58 @@ def test_a_replayed_stream_says_what_the_body_says() -> None:
     ],
 )
 def test_what_is_no_chunk_raises(chunk: dict[str, Any]) -> None:
-    with pytest.raises((KeyError, TypeError, AttributeError)):
+    with pytest.raises(Garbage):
         read_chunk(Dialect.CHAT, chunk)
+
+
+@pytest.mark.parametrize("dialect", [Dialect.CHAT, Dialect.COMPLETION])
+def test_an_error_in_a_stream_is_no_chunk(dialect: Dialect) -> None:
+    with pytest.raises(EngineError) as raised:
+        read_chunk(dialect, {"error": {"message": "no", "code": 400}})
+    assert raised.value.error["code"] == 400
+
+
+def test_logprobs_of_another_number_of_tokens_are_garbage() -> None:
+    table = {"tokens": ["a"], "token_logprobs": [-1.0, -2.0], "top_logprobs": None}
+    with pytest.raises(Garbage):
+        read_chunk(Dialect.COMPLETION, {"choices": [{"index": 0, "text": "a", "logprobs": table}]})
+
+
+@given(st.data())
+def test_events_are_found_wherever_the_stream_is_cut(data: st.DataObject) -> None:
+    sent = [b'{"a":1}', b"[DONE]", '{"é":"\\n"}'.encode(), b"{}"]
+    stream = b": keep-alive\n\n" + b"".join(b"data: " + one + b"\r\n\n" for one in sent[:1])
+    stream += b"".join(b"data: " + one + b"\n\n" for one in sent[1:]) + b"event: x\n\n"
+    splitter, found = EventSplitter(), []
+    while stream:
+        size = data.draw(st.integers(1, len(stream)))
+        found += splitter.feed(stream[:size])
+        stream = stream[size:]
+    assert found == sent
+
+
+def test_an_event_without_end_is_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rose_daemon.scheduler.engine_streams.EVENT_BYTES_MAX", 100)
+    splitter = EventSplitter()
+    splitter.feed(b"data: " + b"x" * 90)
+    with pytest.raises(Garbage, match="too long"):
+        splitter.feed(b"x" * 20)
+
+
+@pytest.mark.parametrize("request_", [CHAT, COMPLETION, PLAIN_CHAT], ids=["chat", "completion", "no ids"])
+@given(
+    text=st.text(),
+    ids=st.lists(st.integers(0, 1 << 20), max_size=4),
+    ending=st.sampled_from([(None, None), ("stop", None), ("stop", 7), ("stop", '"\\%s'), ("length", None)]),
+    name=st.sampled_from(["m", 'a "model" of 100%s']),
+)
+def test_the_short_way_to_write_a_chunk_writes_the_same(
+    request_: Request, text: str, ids: list[int], ending: tuple[str | None, Any], name: str
+) -> None:
+    writer = openai.ChunkWriter(request_, "t", name, 1)
+    piece = Piece(1, text, ids, finish_reason=ending[0], stop_reason=ending[1])
+    (short,) = documents(writer.events(piece, 0))
+    assert short == writer._chunk(piece)
 
 
 # ---- the seam -------------------------------------------------------------------------------------

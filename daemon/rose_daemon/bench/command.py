@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+import uvloop
 from rich.console import Console
 
 from rose_daemon.harness.directory import working_in
@@ -29,6 +30,7 @@ _QUIET_VLLM = {
     "HF_HUB_OFFLINE": "1",
 }
 DIRECTORY = Path("out/bench-coserve")
+GATEWAY_DIRECTORY = Path("out/bench-gateway")
 MEASURED, PICTURE = "measured.json", "report.png"
 QUICK_RUN_S = 20.0
 RUN_S = 60.0
@@ -228,3 +230,52 @@ def gate(
     if json_file is not None:
         write_report(json_file, report)
     bench_gate.show(report, console)
+
+
+@app.command()
+def gateway(
+    streams: Annotated[int, typer.Option(min=1, max=1024, help="Turns at a time.")] = 64,
+    engines: Annotated[int, typer.Option(min=1, max=64, help="Mock engines.")] = 8,
+    token_ms: Annotated[float, typer.Option(min=0.1, max=1000, help="Time of a token on an engine.")] = 10.0,
+    rounds: Annotated[int, typer.Option(min=1, help="Times that both ways are measured.")] = 3,
+    duration: Annotated[float, typer.Option(min=1, max=3600, help="Seconds of one run.")] = 10.0,
+    turns: Annotated[int, typer.Option(min=10, help="Turns over which memory is watched.")] = 5_000,
+    disconnects: Annotated[int, typer.Option(min=1, help="Clients that hang up.")] = 1_000,
+    knee: Annotated[bool, typer.Option(help="Look for the load at which it saturates.")] = True,
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of prompts, lengths and hang-ups.")] = 1,
+    out: Annotated[Path, typer.Option(help="Where configuration, logs and report go.")] = GATEWAY_DIRECTORY,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the report here as well.")] = None,
+) -> None:
+    """What the gateway costs: the same load on mock engines, directly and through it.
+
+    Exit code 1 if a turn was left over after its client hung up.
+    """
+    # NumPy is not for --help.
+    from rose_daemon.bench import gateway as bench_gateway  # noqa: PLC0415
+    from rose_daemon.bench import gateway_report  # noqa: PLC0415
+
+    console = Console(highlight=False)
+    check_report_path(json_file)
+    options = bench_gateway.GatewayOptions(
+        directory=out.resolve(),
+        streams=streams,
+        engines=engines,
+        token_ms=token_ms,
+        rounds=rounds,
+        duration_s=duration,
+        turns=turns,
+        disconnects=disconnects,
+        knee=knee,
+        seed=seed,
+    )
+    with working_in(options.directory, keep=False), Screen(console) as screen:
+        interrupts = Interrupts(screen.say)
+        work = bench_gateway.GatewayBench(options, screen.say).run()
+        measured = interrupts.run(work, uvloop.new_event_loop)
+    if measured is None:
+        console.print("interrupted; everything that was started has ended")
+        raise typer.Exit(INTERRUPTED)
+    report = gateway_report.build(measured)
+    gateway_report.show(report, console)
+    write_reports(report, options.directory, json_file, console)
+    raise typer.Exit(report["exit_code"])

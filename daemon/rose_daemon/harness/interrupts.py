@@ -23,9 +23,13 @@ class Interrupts:
         self._say = say
         self._count = 0
 
-    def run(self, work: Coroutine[Any, Any, ResultT]) -> ResultT | None:
+    def run(
+        self,
+        work: Coroutine[Any, Any, ResultT],
+        loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
+    ) -> ResultT | None:
         """Run `work`; None when it was interrupted, after it has cleaned up."""
-        with asyncio.Runner() as runner:
+        with asyncio.Runner(loop_factory=loop_factory) as runner:
             loop = runner.get_loop()
             task = loop.create_task(work)
             for number in _SIGNALS:

@@ -217,7 +217,7 @@ class Dispatcher:
         """Context length of the replica.  Raises NotReady."""
         return report.context_tokens_max or await self._upstream.context_tokens_max(report.url)
 
-    async def _take(self, turn: Turn, attempt: Attempt, pieces: list[Piece]) -> None:
+    def _take(self, turn: Turn, attempt: Attempt, pieces: list[Piece]) -> None:
         if turn.attempt is not attempt:
             return  # stopped while its last chunk was on the way
         tokens = sum(piece.tokens for piece in pieces)
@@ -248,7 +248,7 @@ class Dispatcher:
             if attempt.seam_open and piece.text and report.engine == VLLM:
                 piece.text = await self._joined_text(turn, report, piece)
                 attempt.seam_open = False
-        await self._take(turn, attempt, pieces)
+        self._take(turn, attempt, pieces)
 
     async def _joined_text(self, turn: Turn, report: ReplicaReport, piece: Piece) -> str:
         choice = turn.choices[0]

@@ -70,15 +70,16 @@ class Choice(msgspec.Struct):
     def add(self, piece: Piece) -> None:
         """Append a piece."""
         self.text += piece.text
-        self.token_ids.extend(piece.token_ids)
+        self.token_ids += piece.token_ids
         if piece.logprobs is not None:
             self.logprobs = self.logprobs or []
-            self.logprobs.extend(piece.logprobs)
-        self.reasoning += piece.extra.get("reasoning") or ""
-        for call in piece.extra.get("tool_calls") or ():
-            _merge_tool_call(self.tool_calls, call)
-        self.finish_reason = piece.finish_reason or self.finish_reason
-        self.stop_reason = piece.stop_reason if piece.finish_reason else self.stop_reason
+            self.logprobs += piece.logprobs
+        if piece.extra:
+            self.reasoning += piece.extra.get("reasoning") or ""
+            for call in piece.extra.get("tool_calls") or ():
+                _merge_tool_call(self.tool_calls, call)
+        if piece.finish_reason is not None:
+            self.finish_reason, self.stop_reason = piece.finish_reason, piece.stop_reason
         if piece.prompt_token_ids is not None:
             self.prompt_token_ids = piece.prompt_token_ids
 
@@ -123,66 +124,7 @@ class Answer(msgspec.Struct):
         }
 
 
-# ---- from an engine's chunks ----------------------------------------------------------------------
-
-
-def read_chunk(dialect: Dialect, chunk: dict[str, Any]) -> list[Piece]:
-    """The pieces in one streamed chunk of an engine (none in a usage chunk).
-
-    Raises KeyError, TypeError or AttributeError when the chunk has not the shape vLLM gives it.
-    """
-    return [
-        _chat_piece(chunk, choice) if dialect is Dialect.CHAT else _completion_piece(choice)
-        for choice in chunk["choices"]
-    ]
-
-
-def _chat_piece(chunk: dict[str, Any], choice: dict[str, Any]) -> Piece:
-    delta = choice["delta"]
-    logprobs = (choice.get("logprobs") or {}).get("content")
-    return Piece(
-        index=choice["index"],
-        text=delta.get("content") or "",
-        token_ids=choice.get("token_ids") or [],
-        logprobs=None if logprobs is None else [_chat_logprob(entry) for entry in logprobs],
-        extra={key: value for key, value in delta.items() if key != "content" and value},
-        finish_reason=choice.get("finish_reason"),
-        stop_reason=choice.get("stop_reason"),
-        prompt_token_ids=chunk.get("prompt_token_ids"),
-    )
-
-
-def _chat_logprob(entry: dict[str, Any]) -> TokenLogprob:
-    top = tuple(
-        Alternative(other["token"], other["logprob"], other.get("bytes"))
-        for other in entry.get("top_logprobs") or ()
-    )
-    return TokenLogprob(entry["token"], entry.get("logprob"), entry.get("bytes"), top)
-
-
-def _completion_piece(choice: dict[str, Any]) -> Piece:
-    table = choice.get("logprobs")
-    entries = None
-    if table is not None:
-        tops = table.get("top_logprobs") or [None] * len(table["tokens"])
-        entries = [
-            _completion_logprob(token, logprob, top)
-            for token, logprob, top in zip(table["tokens"], table["token_logprobs"], tops, strict=True)
-        ]
-    return Piece(
-        index=choice["index"],
-        text=choice.get("text") or "",
-        token_ids=choice.get("token_ids") or [],
-        logprobs=entries,
-        finish_reason=choice.get("finish_reason"),
-        stop_reason=choice.get("stop_reason"),
-        prompt_token_ids=choice.get("prompt_token_ids"),
-    )
-
-
-def _completion_logprob(token: str, logprob: float | None, top: dict[str, float] | None) -> TokenLogprob:
-    others = tuple(Alternative(text, value, _utf8(text)) for text, value in (top or {}).items())
-    return TokenLogprob(token, logprob, _utf8(token), others)
+# ---- shapes of tokens ------------------------------------------------------------------------------
 
 
 def in_chat_form(entry: TokenLogprob, alternatives: int) -> TokenLogprob:
@@ -205,7 +147,8 @@ def version_label(version: int | None) -> str:
     return "unknown" if version is None else str(version)
 
 
-def _utf8(text: str) -> list[int]:
+def utf8(text: str) -> list[int]:
+    """Bytes of a text, as logprobs list them."""
     return list(text.encode("utf-8", errors="replace"))
 
 

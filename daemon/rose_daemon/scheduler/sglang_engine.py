@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
+
+from rose_daemon.scheduler.engine_streams import EngineError, Garbage
 from rose_daemon.scheduler.output import ABORTED, Alternative, Piece, TokenLogprob
 
 PATH = "/generate"
@@ -74,8 +77,17 @@ class Reader:
         """Characters and tokens shown of each choice."""
         self._totals: dict[int, tuple[int, int, int]] = {}
 
-    def read(self, chunk: dict[str, Any]) -> list[Piece]:
-        """The piece in a chunk.  Raises KeyError, TypeError or ValueError when it has not SGLang's shape."""
+    def read(self, data: bytes) -> list[Piece]:
+        """The piece in a chunk.  Raises EngineError, and Garbage when it has not SGLang's shape."""
+        try:
+            chunk = msgspec.json.decode(data, type=dict[str, Any])
+            if isinstance(error := chunk.get("error"), dict):
+                raise EngineError(error)
+            return [self._piece(chunk)]
+        except (msgspec.DecodeError, KeyError, TypeError, ValueError) as error:
+            raise Garbage(str(error)) from None
+
+    def _piece(self, chunk: dict[str, Any]) -> Piece:
         index = chunk.get("index") or 0
         meta = chunk["meta_info"]
         characters, tokens = self._shown.get(index, (0, 0))
@@ -96,10 +108,12 @@ class Reader:
         self._shown[index] = (len(text) if repeats else characters + len(text), total)
         self._totals[index] = (meta.get("prompt_tokens") or 0, total, meta.get("cached_tokens") or 0)
         self._end(piece, meta.get("finish_reason"))
-        return [piece]
+        return piece
 
-    def usage(self) -> dict[str, Any]:
+    def usage(self) -> dict[str, Any] | None:
         """What was counted, as OpenAI's `usage`."""
+        if not self._totals:
+            return None
         prompt, output, cached = (sum(column) for column in zip(*self._totals.values(), strict=True))
         return {
             "prompt_tokens": prompt,

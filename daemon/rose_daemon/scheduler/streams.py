@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import time
 
-import msgspec
 from aiohttp import web
 
-from rose_daemon.scheduler.dialects import ChunkWriter, chunk_writer
+from rose_daemon.scheduler.dialects import ChunkWriter, chunk_writer, fields
 from rose_daemon.scheduler.errors import Failure, Refused, Shape
 from rose_daemon.scheduler.output import Answer, replayed_pieces
 from rose_daemon.scheduler.requests import Dialect, Request
@@ -15,6 +16,7 @@ from rose_daemon.scheduler.turns import Turn
 
 _COMMENT = b": keep-alive\n\n"
 _DONE = b"data: [DONE]\n\n"
+_UNREAD_BYTES_MAX = 1 << 16
 
 SHAPES = {
     Dialect.CHAT: Shape.OPENAI,
@@ -36,28 +38,80 @@ async def show(http: web.Request, request: Request, turn: Turn) -> web.StreamRes
     if isinstance(turn.outcome, Failure) and not turn.pieces:
         raise Refused(turn.outcome)
     response = await _open(http, turn.turn_id, turn.replica)
-    writer = chunk_writer(request, turn.turn_id, turn.model, int(time.time()))
-    shown = 0
-    while True:
-        if shown < len(turn.pieces):
-            turn.shown = True
-            block = b"".join(_rendered(writer, turn, shown))
-            shown = len(turn.pieces)
-            if block:
-                await response.write(block)
-        elif turn.outcome is not None:
-            break
-        else:
-            if turn.idle:
-                turn.idle = False
-                await response.write(_COMMENT)
-            await turn.changed()
-    if isinstance(turn.outcome, Answer):
-        return await _close(response, writer, turn.outcome)
-    if isinstance(turn.outcome, Failure):
-        await response.write(_event(turn.outcome.document(SHAPES[request.dialect])))
-    await response.write_eof()
+    # A client that left while it was written to is no error of ours; who called ends its turn.
+    with contextlib.suppress(ConnectionResetError):
+        writer = chunk_writer(request, turn.turn_id, turn.model, int(time.time()))
+        await Follower(http, response, writer, turn).follow()
+        if isinstance(turn.outcome, Answer):
+            await _close(response, writer, turn.outcome)
+        elif isinstance(turn.outcome, Failure):
+            await response.write(fields.event(turn.outcome.document(SHAPES[request.dialect])))
+            await response.write_eof()
     return response
+
+
+class Follower:
+    """Writes one client's stream.
+
+    New output is written by `pump`, in the task that brings it: a switch of tasks for each token would cost
+    as much as all the rest.  It goes straight into the connection, framed as aiohttp frames it, since
+    aiohttp's own `write` may wait for a client that reads slowly, and nobody else should.  Such a client, and
+    one of HTTP/1.0, is written to by `follow`, in its own task.
+    """
+
+    def __init__(self, http: web.Request, response: web.StreamResponse, writer: ChunkWriter, turn: Turn):
+        self._response = response
+        self._writer = writer
+        self._turn = turn
+        self._connection = http.transport if response.headers.get("Transfer-Encoding") == "chunked" else None
+        self._direct: asyncio.Transport | None = None
+        self._shown = 0
+        self._needed = asyncio.Event()
+
+    async def follow(self) -> None:
+        """Write all of the turn, until it has its outcome."""
+        turn = self._turn
+        turn.listeners.append(self.pump)
+        try:
+            while True:
+                while block := self._news():
+                    await self._response.write(block)
+                if turn.outcome is not None:
+                    return
+                if turn.idle:
+                    turn.idle = False
+                    await self._response.write(_COMMENT)
+                # aiohttp sends the headers with the first block.
+                self._direct = self._connection if self._shown else None
+                self._needed.clear()
+                await self._needed.wait()
+                self._direct = None
+        finally:
+            turn.listeners.remove(self.pump)
+
+    def pump(self) -> None:
+        """Something changed: write it, or have `follow` see to it."""
+        direct = self._direct
+        if (
+            direct is None
+            or self._turn.outcome is not None
+            or self._turn.idle
+            or direct.get_write_buffer_size() > _UNREAD_BYTES_MAX
+        ):
+            self._needed.set()
+        elif block := self._news():
+            direct.write(b"%x\r\n%s\r\n" % (len(block), block))
+
+    def _news(self) -> bytes:
+        """Events of the pieces that have not been shown yet."""
+        turn = self._turn
+        pieces = turn.pieces[self._shown :]
+        if not pieces:
+            return b""
+        turn.shown = True
+        self._shown += len(pieces)
+        version = turn.version
+        return b"".join([self._writer.events(piece, version) for piece in pieces])
 
 
 async def replay(http: web.Request, request: Request, answer: Answer) -> web.StreamResponse:
@@ -65,20 +119,11 @@ async def replay(http: web.Request, request: Request, answer: Answer) -> web.Str
     response = await _open(http, answer.turn_id, answer.replica)
     writer = chunk_writer(request, answer.turn_id, answer.model, answer.created)
     version = answer.weight_versions[-1][2] if answer.weight_versions else None
-    for piece in replayed_pieces(answer):
-        for document in writer.chunks(piece, version):
-            await response.write(_event(document))
-    return await _close(response, writer, answer)
-
-
-def _rendered(writer: ChunkWriter, turn: Turn, first: int) -> list[bytes]:
-    """Events of the pieces from `first` on: all that is there goes out in one write."""
-    version = turn.version
-    return [_event(document) for piece in turn.pieces[first:] for document in writer.chunks(piece, version)]
-
-
-def _event(document: object) -> bytes:
-    return b"data: " + msgspec.json.encode(document) + b"\n\n"
+    with contextlib.suppress(ConnectionResetError):
+        for piece in replayed_pieces(answer):
+            await response.write(writer.events(piece, version))
+        await _close(response, writer, answer)
+    return response
 
 
 async def _open(http: web.Request, turn_id: str, replica: str | None) -> web.StreamResponse:
@@ -95,7 +140,6 @@ async def _open(http: web.Request, turn_id: str, replica: str | None) -> web.Str
     return response
 
 
-async def _close(response: web.StreamResponse, writer: ChunkWriter, answer: Answer) -> web.StreamResponse:
-    await response.write(b"".join([*map(_event, writer.last(answer)), _DONE]))
+async def _close(response: web.StreamResponse, writer: ChunkWriter, answer: Answer) -> None:
+    await response.write(writer.last(answer) + _DONE)
     await response.write_eof()
-    return response

@@ -11,7 +11,7 @@ last reader leaves is cancelled.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -93,7 +93,9 @@ class Turn:
         self.idle = False
         """Nothing has come for a while, and the reader has not told its client yet."""
         self.changed_s = now_s
-        self._changed = asyncio.Event()
+        self._changed: asyncio.Event | None = None
+        self.listeners: list[Callable[[], None]] = []
+        """Called at once when something changed."""
 
     @property
     def token_count(self) -> int:
@@ -144,11 +146,10 @@ class Turn:
 
         So nothing is shown of a turn that may still begin again.
         """
-        opening = self._opening.pop(piece.index, None)
-        if opening is not None:
+        if self._opening and (opening := self._opening.pop(piece.index, None)) is not None:
             piece.extra = opening.extra | piece.extra
             piece.prompt_token_ids = piece.prompt_token_ids or opening.prompt_token_ids
-        empty = not piece.text and not piece.token_ids and piece.finish_reason is None
+        empty = not piece.token_ids and not piece.text and piece.finish_reason is None
         if empty and not piece.extra.keys() - {"role"}:
             self._opening[piece.index] = piece
         else:
@@ -215,12 +216,17 @@ class Turn:
 
     async def changed(self) -> None:
         """Wait for more pieces or the outcome."""
+        if self._changed is None:
+            self._changed = asyncio.Event()
         await self._changed.wait()
 
     def _wake(self, now_s: float) -> None:
         self.changed_s = now_s
-        self._changed.set()
-        self._changed = asyncio.Event()
+        if self._changed is not None:
+            self._changed.set()
+            self._changed = None
+        for listener in self.listeners:
+            listener()
 
     def _usage(self) -> dict[str, Any]:
         """The engine's own count for a turn of one attempt, else what was counted here."""

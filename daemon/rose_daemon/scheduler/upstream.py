@@ -5,22 +5,29 @@ Streaming is what lets a turn survive: whatever ends the attempt, the tokens rec
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 import aiohttp
 import msgspec
 
 from rose.errors import NotReady
 from rose_daemon.scheduler import sglang_engine
+from rose_daemon.scheduler.engine_streams import (
+    DONE,
+    EngineError,
+    EventSplitter,
+    Garbage,
+    OpenAiReader,
+    Reader,
+)
 from rose_daemon.scheduler.errors import Failure
-from rose_daemon.scheduler.output import ABORTED, Piece, read_chunk
+from rose_daemon.scheduler.output import ABORTED, Piece
 from rose_daemon.scheduler.requests import Dialect, neutral
 
 CONNECT_TIMEOUT_S = 5.0
 SIDE_CALL_TIMEOUT_S = 30.0
 """For /detokenize and /v1/models, which an engine answers without its scheduler."""
-EVENT_BYTES_MAX = 32 << 20
 _REFUSAL_BYTES_MAX = 1 << 20
 _REFUSALS = frozenset({400, 401, 403, 404, 405, 413, 415, 422})
 """Statuses that say something about the request itself; another replica would answer the same."""
@@ -30,11 +37,8 @@ VLLM, SGLANG = "vllm", "sglang"
 """Whose API a replica speaks."""
 
 
-class Garbage(Exception):
-    """An engine's stream is not what vLLM sends."""
-
-
-OnPieces = Callable[[list[Piece]], Awaitable[None]]
+OnPieces = Callable[[list[Piece]], Awaitable[None] | None]
+"""Takes in pieces; what it returns is waited for before the next are read."""
 
 
 class Finished(msgspec.Struct, frozen=True):
@@ -157,38 +161,6 @@ class Upstream:
             raise NotReady(f"{url}: {error}") from None
 
 
-class Reader(Protocol):
-    """Understands the chunks of one engine's stream."""
-
-    def read(self, chunk: dict[str, Any]) -> list[Piece]:
-        """The pieces in a chunk.
-
-        Raises KeyError, TypeError, AttributeError or ValueError for one of another shape.
-        """
-        ...
-
-    def usage(self) -> dict[str, Any] | None:
-        """The engine's count of tokens, once it told."""
-        ...
-
-
-class OpenAiReader:
-    """vLLM's streams, and SGLang's of chats."""
-
-    def __init__(self, dialect: Dialect) -> None:
-        self._dialect = dialect
-        self._usage: dict[str, Any] | None = None
-
-    def read(self, chunk: dict[str, Any]) -> list[Piece]:
-        """As `Reader`."""
-        self._usage = chunk.get("usage") or self._usage
-        return read_chunk(self._dialect, chunk)
-
-    def usage(self) -> dict[str, Any] | None:
-        """As `Reader`."""
-        return self._usage
-
-
 def _headers(request_id: str) -> dict[str, str]:
     return {"Content-Type": "application/json", "X-Request-Id": request_id}
 
@@ -221,46 +193,66 @@ async def _up_to(content: aiohttp.StreamReader, bytes_max: int) -> bytes:
 async def _read_stream(
     response: aiohttp.ClientResponse, choices: int, reader: Reader, on_pieces: OnPieces
 ) -> AttemptEnd:
-    open_choices = set(range(choices))
+    progress = _Progress(choices, reader)
+    splitter = EventSplitter()
     try:
-        async for data in _events(response.content):
-            if data == b"[DONE]":
-                break
-            document = _document(data)
-            if isinstance(error := document.get("error"), dict):
-                return _stream_error(error)
-            pieces = _pieces(reader, document, choices)
-            aborted = next((piece for piece in pieces if piece.finish_reason == ABORTED), None)
-            if aborted is not None:
-                reason = str(aborted.stop_reason or "aborted_by_engine")
-                aborted.finish_reason = aborted.stop_reason = None
-                await on_pieces(pieces)
-                return Interrupted(reason, failed=False)
-            open_choices -= {piece.index for piece in pieces if piece.finish_reason is not None}
-            await on_pieces(pieces)
+        async for block in response.content.iter_any():
+            pieces = progress.read(splitter.feed(block))
+            # All that came in one block is handed on at once: under load that is more than one token.
+            if pieces and (waiting := on_pieces(pieces)) is not None:
+                await waiting
+            if progress.end is not None:
+                return progress.end
     except (TimeoutError, aiohttp.ClientError, ConnectionError):
         # A stream cut after its last token is a finished one.
-        return Finished(reader.usage()) if not open_choices else Interrupted("connection_lost")
+        return progress.finished() or Interrupted("connection_lost")
     except Garbage:
         return Interrupted("engine_garbage")
-    return Finished(reader.usage()) if not open_choices else Interrupted("stream_ended_early")
+    return progress.finished() or Interrupted("stream_ended_early")
 
 
-def _document(data: bytes) -> dict[str, Any]:
-    try:
-        return msgspec.json.decode(data, type=dict[str, Any])
-    except msgspec.DecodeError as error:
-        raise Garbage(str(error)) from None
+class _Progress:
+    """What has come of a stream, and how it ended (`end`), once it has."""
 
+    def __init__(self, choices: int, reader: Reader) -> None:
+        self._choices = choices
+        self._open = set(range(choices))
+        self._reader = reader
+        self.end: AttemptEnd | None = None
 
-def _pieces(reader: Reader, document: dict[str, Any], choices: int) -> list[Piece]:
-    try:
-        pieces = reader.read(document)
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise Garbage(str(error)) from None
-    if any(not 0 <= piece.index < choices for piece in pieces):
-        raise Garbage("a choice that was not asked for")
-    return pieces
+    def finished(self) -> Finished | None:
+        """The end of a complete answer; None if one of its choices is not."""
+        return None if self._open else Finished(self._reader.usage())
+
+    def read(self, events: list[bytes]) -> list[Piece]:
+        """The pieces in events, up to the end of the stream.  Raises Garbage."""
+        found: list[Piece] = []
+        for data in events:
+            if data == DONE:
+                self.end = self.finished() or Interrupted("stream_ended_early")
+                break
+            try:
+                pieces = self._reader.read(data)
+            except EngineError as error:
+                self.end = _stream_error(error.error)
+                break
+            found += pieces
+            if any(self._note(piece) for piece in pieces):
+                break
+        return found
+
+    def _note(self, piece: Piece) -> bool:
+        """Keep account of a piece; whether it ends the stream.  Raises Garbage."""
+        if not 0 <= piece.index < self._choices:
+            raise Garbage("a choice that was not asked for")
+        if piece.finish_reason is None:
+            return False
+        if piece.finish_reason != ABORTED:
+            self._open.discard(piece.index)
+            return False
+        self.end = Interrupted(str(piece.stop_reason or "aborted_by_engine"), failed=False)
+        piece.finish_reason = piece.stop_reason = None
+        return True
 
 
 def _stream_error(error: dict[str, Any]) -> AttemptEnd:
@@ -270,17 +262,3 @@ def _stream_error(error: dict[str, Any]) -> AttemptEnd:
         failure = Failure(code, "engine_refused", str(error.get("message", "")), body={"error": error})
         return Rejected(failure)
     return Interrupted(f"engine_status_{code if isinstance(code, int) else 500}")
-
-
-async def _events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """Data of each server-sent event.  Raises Garbage for one beyond EVENT_BYTES_MAX."""
-    buffer = bytearray()
-    async for block in content.iter_any():
-        buffer += block
-        if len(buffer) > EVENT_BYTES_MAX:
-            raise Garbage("server-sent event too long")
-        *lines, rest = buffer.split(b"\n")
-        buffer = bytearray(rest)
-        for line in lines:
-            if line.startswith(b"data:"):
-                yield bytes(line[5:].strip())

@@ -10,14 +10,14 @@ from rose_daemon.scheduler.requests import Dialect, Request
 
 
 class ChunkWriter(Protocol):
-    """Renders one client's stream as JSON documents."""
+    """Renders one client's stream as server-sent events."""
 
-    def chunks(self, piece: Piece, version: int | None) -> list[dict[str, Any]]:
-        """Documents that show one piece; `version` is the one its tokens were sampled from."""
+    def events(self, piece: Piece, version: int | None) -> bytes:
+        """Events that show one piece; `version` is the one its tokens were sampled from."""
         ...
 
-    def last(self, answer: Answer) -> list[dict[str, Any]]:
-        """Documents that end the stream."""
+    def last(self, answer: Answer) -> bytes:
+        """Events that end the stream."""
         ...
 
 

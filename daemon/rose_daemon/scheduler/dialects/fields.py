@@ -1,4 +1,4 @@
-"""Reading fields of a client's body, for all dialects."""
+"""What all dialects share: reading fields of a client's body, and writing events."""
 
 from __future__ import annotations
 
@@ -114,3 +114,8 @@ def digest(dialect: Dialect, body: dict[str, Any]) -> str:
 def _digest(content: Any) -> str:
     image = msgspec.json.encode(content, order="deterministic")
     return hashlib.blake2b(image, digest_size=16).hexdigest()
+
+
+def event(document: object) -> bytes:
+    """A JSON document as a server-sent event."""
+    return b"data: " + msgspec.json.encode(document) + b"\n\n"

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from rose_daemon.scheduler.dialects import fields
 from rose_daemon.scheduler.errors import bad_request
 from rose_daemon.scheduler.output import Answer, Choice, Piece, TokenLogprob
@@ -13,6 +15,7 @@ from rose_daemon.scheduler.requests import Dialect, Request, neutral, restart_re
 _UNSUPPORTED = ("use_beam_search", "prompt_logprobs", "best_of")
 _EMBEDS_BYTES_A_TOKEN = 4096
 """To weigh a prompt of embeddings, whose width the gateway does not know."""
+_encode = msgspec.json.encode
 
 # ---- requests -------------------------------------------------------------------------------------
 
@@ -153,9 +156,24 @@ class ChunkWriter:
         kind = "chat.completion.chunk" if self._chat else "text_completion"
         self._head = _head(turn_id, request, model, created) | {"object": kind}
         self._offsets: dict[int, int] = {}
+        text = b'"delta":{"content":%s}' if self._chat else b'"text":%s'
+        choice = b'{"index":%d,"finish_reason":%s,' + text + b',"logprobs":null%s}'
+        head = msgspec.json.encode(self._head).replace(b"%", b"%%").removesuffix(b"}")
+        self._frame = b"data: " + head + b',"choices":[' + choice + b"]}\n\n"
 
-    def chunks(self, piece: Piece, version: int | None) -> list[dict[str, Any]]:
+    def events(self, piece: Piece, version: int | None) -> bytes:
         """The chunk that shows one piece; `version` is the one its tokens were sampled from."""
+        if piece.extra or piece.logprobs is not None or piece.prompt_token_ids is not None:
+            return fields.event(self._chunk(piece))
+        # Nearly all chunks are of this kind, and this is what a token costs most: only what differs from the
+        # chunk before is encoded.
+        ending = b"null"
+        if piece.finish_reason is not None:
+            ending = b'%s,"stop_reason":%s' % (_encode(piece.finish_reason), _encode(piece.stop_reason))
+        ids = b',"token_ids":' + _encode(piece.token_ids) if self._request.return_token_ids else b""
+        return self._frame % (piece.index, ending, _encode(piece.text), ids)
+
+    def _chunk(self, piece: Piece) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": piece.index, "finish_reason": piece.finish_reason}
         if piece.finish_reason is not None:
             choice["stop_reason"] = piece.stop_reason
@@ -173,12 +191,12 @@ class ChunkWriter:
             if piece.prompt_token_ids is not None:
                 (document if self._chat else choice)["prompt_token_ids"] = piece.prompt_token_ids
         document["choices"] = [choice]
-        return [document]
+        return document
 
-    def last(self, answer: Answer) -> list[dict[str, Any]]:
+    def last(self, answer: Answer) -> bytes:
         """The chunk after the last piece: usage if asked for, and the member `rose`."""
         document = self._head | {"choices": [], "rose": answer.rose_member()}
-        return [document | {"usage": answer.usage} if self._request.include_usage else document]
+        return fields.event(document | {"usage": answer.usage} if self._request.include_usage else document)
 
 
 def _head(turn_id: str, request: Request, model: str, created: int) -> dict[str, Any]:

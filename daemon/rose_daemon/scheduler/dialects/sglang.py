@@ -194,23 +194,23 @@ class ChunkWriter:
         self._turn_id = turn_id
         self._choices = [Choice() for _ in range(request.choices)]
 
-    def chunks(self, piece: Piece, version: int | None) -> list[dict[str, Any]]:
+    def events(self, piece: Piece, version: int | None) -> bytes:
         """The chunk that shows one piece, if it is time for it."""
         choice = self._choices[piece.index]
         choice.add(piece)
         if piece.finish_reason is not None:
-            return []
+            return b""
         meta = _meta(self._view, self._turn_id, piece.index, choice) | {
             "weight_version": version_label(version)
         }
-        return [self._numbered(piece.index, _shown(choice, meta))]
+        return fields.event(self._numbered(piece.index, _shown(choice, meta)))
 
-    def last(self, answer: Answer) -> list[dict[str, Any]]:
+    def last(self, answer: Answer) -> bytes:
         """The chunks that end the choices."""
-        return [
-            self._numbered(index, _output(answer, self._view, index, choice))
+        return b"".join(
+            fields.event(self._numbered(index, _output(answer, self._view, index, choice)))
             for index, choice in enumerate(answer.choices)
-        ]
+        )
 
     def _numbered(self, index: int, document: dict[str, Any]) -> dict[str, Any]:
         return document | {"index": index} if self._view.batch else document

@@ -162,14 +162,14 @@ class ChunkWriter:
         self._endings: dict[int, Piece] = {}
         self._prompt_shown = not request.return_token_ids
 
-    def chunks(self, piece: Piece, version: int | None) -> list[dict[str, Any]]:
+    def events(self, piece: Piece, version: int | None) -> bytes:
         """The chunk that shows one piece, if it is time for it."""
         if piece.finish_reason is not None:
             self._endings[piece.index] = piece
-            return []
-        return [self._chunk(piece, None)]
+            return b""
+        return fields.event(self._chunk(piece, None))
 
-    def last(self, answer: Answer) -> list[dict[str, Any]]:
+    def last(self, answer: Answer) -> bytes:
         """The chunks that end the choices, and the usage if asked for."""
         documents = [
             self._chunk(piece, _spans(answer, answer.choices[index]))
@@ -178,7 +178,7 @@ class ChunkWriter:
         if self._request.include_usage:
             documents.append(self._head | {"usage": answer.usage, "choices": []})
         documents[-1]["rose"] = answer.rose_member()
-        return documents
+        return b"".join(map(fields.event, documents))
 
     def _chunk(self, piece: Piece, spans: list[dict[str, Any]] | None) -> dict[str, Any]:
         document = dict(self._head)
