@@ -26,12 +26,13 @@ demo: install  ## run the whole system on this machine and print its report
 test: install-dev  ## all tests, real engines included
 	$(RUN) pytest $(ARGS)
 
-check: install-dev  ## lint, format, types, import contracts, spelling
+check: install-dev  ## lint, format, types, import contracts, spelling, CUDA sources
 	$(RUN) ruff check .
 	$(RUN) ruff format --check .
 	$(VENV)/bin/lint-imports
 	$(VENV)/bin/codespell
 	$(RUN) mypy
+	@tools/cuda.sh
 
 fmt: install-dev  ## fix what can be fixed by itself, and format
 	$(RUN) ruff check --fix-only .

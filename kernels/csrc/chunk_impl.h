@@ -7,12 +7,8 @@ ROSE_TARGET static int64_t ROSE_NAME(scan)(const rose_map *map, const void *base
                                            uint8_t *gap_symbols, uint8_t *value_symbols, uint8_t *value_contexts,
                                            uint32_t *gap_histogram, uint32_t *value_histogram, uint8_t *raw,
                                            int64_t *raw_bytes) {
-    change_log log = {0};
     uint32_t *sorted = (uint32_t *)(void *)scratch;
-    log.gaps = sorted + n;
-    log.steps = (uint16_t *)(void *)(log.gaps + n);
-    log.contexts = (uint8_t *)(log.steps + n);
-    log.value_contexts = value_contexts;
+    change_log log = ROSE_NAME(open_log)(scratch, n, value_contexts);
 #if ROSE_MASKS
     if (map->width == 2 && !history)
         ROSE_NAME(scan_masks)(map, base, target, n, &log);
@@ -22,9 +18,20 @@ ROSE_TARGET static int64_t ROSE_NAME(scan)(const rose_map *map, const void *base
         ROSE_NAME(scan_each)(map, 2, base, target, history, n, &log);
     else
         ROSE_NAME(scan_each)(map, 1, base, target, history, n, &log);
-    *raw_bytes = ROSE_NAME(symbolise)(&log, map->classes * map->groups, sorted, counts, gap_symbols, value_symbols,
-                                      gap_histogram, value_histogram, raw);
+    *raw_bytes = ROSE_NAME(write_symbols)(&log, map->classes * map->groups, sorted, counts, gap_symbols,
+                                          value_symbols, gap_histogram, value_histogram, raw);
     return log.count;
+}
+
+ROSE_TARGET static int64_t ROSE_NAME(symbolise)(const rose_map *map, const uint32_t *places, const uint16_t *steps,
+                                                int64_t changed, uint8_t *scratch, uint32_t *counts,
+                                                uint8_t *gap_symbols, uint8_t *value_symbols,
+                                                uint8_t *value_contexts, uint32_t *gap_histogram,
+                                                uint32_t *value_histogram, uint8_t *raw) {
+    change_log log = ROSE_NAME(open_log)(scratch, changed, value_contexts);
+    if (!ROSE_NAME(read_list)(&log, map, places, steps, changed)) return ROSE_MISUSE;
+    return ROSE_NAME(write_symbols)(&log, map->classes * map->groups, (uint32_t *)(void *)scratch, counts,
+                                    gap_symbols, value_symbols, gap_histogram, value_histogram, raw);
 }
 
 ROSE_TARGET static int64_t ROSE_NAME(pack)(const uint32_t *counts, const uint32_t *expected, int contexts,

@@ -6,7 +6,7 @@
 
 #define BLOCK 64 /* elements looked at together */
 
-/* The changed elements of a chunk in order of position, as scan finds them. */
+/* The changed elements of a chunk in order of position. */
 typedef struct {
     uint32_t *gaps;     /* rank distance to the previous change of the same context, minus 1 */
     uint16_t *steps;    /* 2 * (|step| - 1) + (step < 0) */
@@ -48,8 +48,39 @@ ROSE_INLINE ROSE_TARGET void ROSE_NAME(scan_each)(const rose_map *map, int width
     }
 }
 
+/* An empty log for `most` changes, in scratch of which the first `most` words stay free. */
+ROSE_INLINE ROSE_TARGET change_log ROSE_NAME(open_log)(uint8_t *scratch, int64_t most, uint8_t *value_contexts) {
+    change_log log = {0};
+    log.gaps = (uint32_t *)(void *)scratch + most;
+    log.steps = (uint16_t *)(void *)(log.gaps + most);
+    log.contexts = (uint8_t *)(log.steps + most);
+    log.value_contexts = value_contexts;
+    return log;
+}
+
+/* Log changes that were listed elsewhere; 0 if no chunk has them. */
+ROSE_INLINE ROSE_TARGET int ROSE_NAME(read_list)(change_log *log, const rose_map *map, const uint32_t *places,
+                                                 const uint16_t *steps, int64_t changed) {
+    const uint32_t contexts = (uint32_t)map->classes * map->groups;
+    const uint32_t value_contexts = (uint32_t)map->value_classes * map->groups;
+    const uint32_t step_max = (1u << 8 * map->width) - 1;
+    for (int64_t k = 0; k < changed; k++) {
+        uint32_t rank = places[k] & (ROSE_CHUNK_ELEMENTS_MAX - 1), context = places[k] >> 18 & 31;
+        uint32_t value_context = places[k] >> 23;
+        if (UNLIKELY(context >= contexts || value_context >= value_contexts || steps[k] > step_max)) return 0;
+        if (UNLIKELY(rank < log->next[context])) return 0;
+        log->gaps[k] = rank - log->next[context];
+        log->next[context] = rank + 1;
+        log->steps[k] = steps[k];
+        log->contexts[k] = (uint8_t)context;
+        log->value_contexts[k] = (uint8_t)value_context;
+    }
+    log->count = changed;
+    return 1;
+}
+
 /* Put gaps in order of context, turn both into symbols, and collect raw bits and histograms. */
-ROSE_INLINE ROSE_TARGET int64_t ROSE_NAME(symbolise)(const change_log *log, int contexts, uint32_t *sorted,
+ROSE_INLINE ROSE_TARGET int64_t ROSE_NAME(write_symbols)(const change_log *log, int contexts, uint32_t *sorted,
                                                      uint32_t *counts, uint8_t *gap_symbols, uint8_t *value_symbols,
                                                      uint32_t *gap_histogram, uint32_t *value_histogram,
                                                      uint8_t *raw) {

@@ -36,11 +36,11 @@ int32_t rose_delta_use(int32_t fastest) {
 
 static int elements_in_range(int64_t n) { return n >= 0 && n <= ROSE_CHUNK_ELEMENTS_MAX; }
 
-static int map_in_range(const rose_map *map, const uint8_t *history) {
+static int map_in_range(const rose_map *map, int stateful) {
     if ((map->width != 1 && map->width != 2) || map->exponent_shift > 15) return 0;
     if (map->classes < 1 || map->classes > ROSE_CLASSES_MAX) return 0;
     if (map->value_classes < 1 || map->value_classes > ROSE_CLASSES_MAX) return 0;
-    if (map->groups < 1 || map->groups > ROSE_GROUPS_MAX || (map->groups > 1) != (history != 0)) return 0;
+    if (map->groups < 1 || map->groups > ROSE_GROUPS_MAX || (map->groups > 1) != stateful) return 0;
     for (int j = 0; j < map->classes - 1; j++)
         if (map->thresholds[j] <= (j ? map->thresholds[j - 1] : 0)) return 0;
     for (int e = 0; e < 256; e++) {
@@ -119,7 +119,7 @@ int64_t rose_scan(const rose_map *map, const void *base, const void *target, con
                   uint8_t *gap_symbols, uint8_t *value_symbols, uint8_t *value_contexts, uint32_t *gap_histogram,
                   uint32_t *value_histogram, uint8_t *raw, int64_t raw_capacity, int64_t *raw_ends) {
     const int64_t chunks = chunks_of(n, chunk_elements);
-    if (chunks < 0 || !map_in_range(map, history)) return ROSE_MISUSE;
+    if (chunks < 0 || !map_in_range(map, history != 0)) return ROSE_MISUSE;
     /* At most 15 + 13 raw bits a change. */
     if (scratch_bytes < rose_scan_scratch_bytes(chunk_elements) || raw_capacity < 4 * n + 16 * chunks)
         return ROSE_MISUSE;
@@ -136,6 +136,28 @@ int64_t rose_scan(const rose_map *map, const void *base, const void *target, con
         raw_ends[i] = raw_end += raw_bytes;
     }
     return changed;
+}
+
+int64_t rose_symbolise(const rose_map *map, const uint32_t *places, const uint16_t *steps, const int64_t *ends,
+                       int64_t chunks, uint8_t *scratch, int64_t scratch_bytes, uint32_t *counts,
+                       uint8_t *gap_symbols, uint8_t *value_symbols, uint8_t *value_contexts,
+                       uint32_t *gap_histogram, uint32_t *value_histogram, uint8_t *raw, int64_t raw_capacity,
+                       int64_t *raw_ends) {
+    if (chunks < 0 || !map_in_range(map, map->groups > 1)) return ROSE_MISUSE;
+    const int contexts = map->classes * map->groups;
+    int64_t k = 0, raw_end = 0;
+    for (int64_t i = 0; i < chunks; i++) {
+        const int64_t changed = ends[i] - k;
+        if (!elements_in_range(changed) || scratch_bytes < rose_scan_scratch_bytes(changed)) return ROSE_MISUSE;
+        if (raw_capacity - raw_end < 4 * changed + 16) return ROSE_MISUSE;
+        const int64_t raw_bytes =
+            kernels()->symbolise(map, places + k, steps + k, changed, scratch, counts + i * contexts, gap_symbols + k,
+                                 value_symbols + k, value_contexts + k, gap_histogram, value_histogram, raw + raw_end);
+        if (raw_bytes < 0) return raw_bytes;
+        raw_ends[i] = raw_end += raw_bytes;
+        k = ends[i];
+    }
+    return k;
 }
 
 /* Varints of 32 bits have at most 5 bytes; every symbol emits at most one word of 2. */
@@ -196,7 +218,7 @@ int64_t rose_unpack(const rose_map *map, const uint8_t *payloads, const int64_t 
                     const uint32_t *expected, const uint32_t *gap_tables, const uint32_t *value_tables,
                     uint8_t *scratch, int64_t scratch_bytes, int64_t *indices, void *values, int64_t *found_ends) {
     const int64_t chunks = chunks_of(n, chunk_elements);
-    if (chunks < 0 || !map_in_range(map, history)) return ROSE_MISUSE;
+    if (chunks < 0 || !map_in_range(map, history != 0)) return ROSE_MISUSE;
     if (scratch_bytes < rose_unpack_scratch_bytes(chunk_elements)) return ROSE_MISUSE;
     int64_t start = 0, total = 0;
     for (int64_t i = 0; i < chunks; i++) {

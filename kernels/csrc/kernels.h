@@ -9,6 +9,9 @@ typedef struct {
                     uint8_t *scratch, uint32_t *counts, uint8_t *gap_symbols, uint8_t *value_symbols,
                     uint8_t *value_contexts, uint32_t *gap_histogram, uint32_t *value_histogram, uint8_t *raw,
                     int64_t *raw_bytes);
+    int64_t (*symbolise)(const rose_map *map, const uint32_t *places, const uint16_t *steps, int64_t changed,
+                         uint8_t *scratch, uint32_t *counts, uint8_t *gap_symbols, uint8_t *value_symbols,
+                         uint8_t *value_contexts, uint32_t *gap_histogram, uint32_t *value_histogram, uint8_t *raw);
     int64_t (*pack)(const uint32_t *counts, const uint32_t *expected, int contexts, const uint8_t *gap_symbols,
                     const uint8_t *value_symbols, const uint8_t *value_contexts, int64_t changed, const uint8_t *raw,
                     int64_t raw_bytes, const rose_encoder_symbol *gap_tables,

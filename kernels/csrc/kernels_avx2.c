@@ -15,6 +15,6 @@ typedef int rose_kernels_avx2_not_empty; /* other machines compile nothing else 
 #include "chunk_impl.h"
 
 const rose_kernels rose_kernels_avx2 = {
-    avx2_scan, avx2_pack, avx2_unpack, avx2_bytes_pack, avx2_bytes_unpack,
+    avx2_scan, avx2_symbolise, avx2_pack, avx2_unpack, avx2_bytes_pack, avx2_bytes_unpack,
 };
 #endif

@@ -9,5 +9,5 @@
 #include "chunk_impl.h"
 
 const rose_kernels rose_kernels_portable = {
-    portable_scan, portable_pack, portable_unpack, portable_bytes_pack, portable_bytes_unpack,
+    portable_scan, portable_symbolise, portable_pack, portable_unpack, portable_bytes_pack, portable_bytes_unpack,
 };

@@ -79,6 +79,16 @@ ROSE_API int64_t rose_scan(const rose_map *map, const void *base, const void *ta
                            int64_t *raw_ends);
 ROSE_API int64_t rose_scan_scratch_bytes(int64_t chunk_elements);
 
+/* The same from changes that were listed elsewhere, by chunk and in order of position: places[k] is the rank, the
+ * context << 18 and the value context << 23; steps[k] the number that is coded for the step, 2 * (|step| - 1) +
+ * (step < 0) with flips made.  `ends[chunk]` counts changes.  Histograms are of no use after ROSE_MISUSE, which
+ * also stands for a list that no elements have. */
+ROSE_API int64_t rose_symbolise(const rose_map *map, const uint32_t *places, const uint16_t *steps,
+                                const int64_t *ends, int64_t chunks, uint8_t *scratch, int64_t scratch_bytes,
+                                uint32_t *counts, uint8_t *gap_symbols, uint8_t *value_symbols,
+                                uint8_t *value_contexts, uint32_t *gap_histogram, uint32_t *value_histogram,
+                                uint8_t *raw, int64_t raw_capacity, int64_t *raw_ends);
+
 /* Encode, second pass: the payloads of a span, one after the other.  Returns their length together.
  * `changed` elements are described, by tables of as many contexts as given. */
 ROSE_API int64_t rose_pack(const uint32_t *counts, const uint32_t *expected, int64_t contexts, int64_t chunks,

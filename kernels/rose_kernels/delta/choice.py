@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,25 @@ from rose_kernels.delta.tables import VALUE_SYMBOLS
 Pair = tuple[Words, Words, Bytes | None]
 """Base, target, history."""
 
+
+class Sampled(Protocol):
+    """A shard as far as choosing a plan looks at it."""
+
+    @property
+    def elements(self) -> int:
+        """How many there are."""
+        ...
+
+    @property
+    def stateful(self) -> bool:
+        """Whether it comes with a history."""
+        ...
+
+    def runs(self, every: int) -> Pair:
+        """One in `every` of its elements: `runs` of each array."""
+        ...
+
+
 _SAMPLE_RUN = 64
 _SAMPLE_ELEMENTS_MAX = 1 << 17
 _SAMPLE_CHANGES_MAX = 1 << 13
@@ -26,11 +46,11 @@ AGE_THRESHOLDS = (2, 5)
 _SYMBOL_OF_STEP = np.array([value_symbol(step)[0] for step in range(1 << 16)], np.uint8)
 
 
-def choose_plan(element: ElementFormat, pairs: Sequence[Pair], classes: int, value_classes: int) -> Plan:
+def choose_plan(element: ElementFormat, shards: Sequence[Sampled], classes: int, value_classes: int) -> Plan:
     """Thresholds for a group, from at most 2^17 of its elements in runs of 64."""
-    ages = None if pairs[0][2] is None else AGE_THRESHOLDS
+    ages = AGE_THRESHOLDS if shards[0].stateful else None
     groups = Plan(element, age_thresholds=ages)
-    base, target, history = _sample(pairs)
+    base, target, history = _sample(shards)
     cells = ((base >> element.exponent_shift) & element.exponent_mask).astype(np.int64)
     changed = np.flatnonzero(base != target)
     few = changed[:: max(1, changed.size // _SAMPLE_CHANGES_MAX)]
@@ -43,7 +63,7 @@ def choose_plan(element: ElementFormat, pairs: Sequence[Pair], classes: int, val
     symbols = _SYMBOL_OF_STEP[directed]
     by_symbol = _counts(cells[few] * VALUE_SYMBOLS + symbols, groups.groups, VALUE_SYMBOLS)
     # The tables are shared by the whole group, so what they cost weighs less than in the sample.
-    scale = sum(pair[0].size for pair in pairs) * changed.size / max(1, few.size * base.size)
+    scale = sum(shard.elements for shard in shards) * changed.size / max(1, few.size * base.size)
     return Plan(
         element,
         position_thresholds(elements, changes, classes),
@@ -57,22 +77,22 @@ def _counts(cells: npt.NDArray[np.int64], *shape: int) -> npt.NDArray[np.int64]:
     return np.bincount(cells, minlength=size).reshape(256, *shape)
 
 
-def _sample(pairs: Sequence[Pair]) -> tuple[Words, Words, Bytes | None]:
+def _sample(shards: Sequence[Sampled]) -> tuple[Words, Words, Bytes | None]:
     """Base, target and history of the sampled elements: every shard gives runs at equal distances."""
-    total = sum(base.size for base, _, _ in pairs)
-    every = max(1, -(-total // _SAMPLE_ELEMENTS_MAX))
-    histories = [_runs(history, every) & 15 for _, _, history in pairs if history is not None]
+    every = max(1, -(-sum(shard.elements for shard in shards) // _SAMPLE_ELEMENTS_MAX))
+    pairs = [shard.runs(every) for shard in shards]
+    histories = [history & 15 for _, _, history in pairs if history is not None]
     return (
-        np.concatenate([_runs(base, every) for base, _, _ in pairs]),
-        np.concatenate([_runs(target, every) for _, target, _ in pairs]),
+        np.concatenate([base for base, _, _ in pairs]),
+        np.concatenate([target for _, target, _ in pairs]),
         np.concatenate(histories) if histories else None,
     )
 
 
-def _runs(words: Words, every: int) -> Words:
+def runs(words: Words, every: int) -> Words:
     """One in `every` elements, in runs of 64."""
     stride = _SAMPLE_RUN * every
-    runs = words.size // stride
-    if runs == 0:
+    count = words.size // stride
+    if count == 0:
         return words[: max(1, words.size // every)]
-    return words[: runs * stride].reshape(runs, stride)[:, :_SAMPLE_RUN].ravel()
+    return words[: count * stride].reshape(count, stride)[:, :_SAMPLE_RUN].ravel()

@@ -10,16 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TypeVar
+from functools import partial
+from typing import Protocol, TypeVar
 
 import numpy as np
 import xxhash
 
 from rose_kernels.delta import planes
-from rose_kernels.delta.choice import choose_plan
+from rose_kernels.delta.choice import Pair, Sampled, choose_plan, runs
 from rose_kernels.delta.elements import BY_NAME, Bytes, ElementFormat, Indices, Words
 from rose_kernels.delta.errors import CorruptDelta
-from rose_kernels.delta.kernel import Histograms, Kernels, SpanSymbols
+from rose_kernels.delta.kernel import Changes, Histograms, Kernels, SpanSymbols
 from rose_kernels.delta.plan import CLASSES_MAX, Plan
 from rose_kernels.delta.select import kernels as selected_kernels
 from rose_kernels.delta.shard import Mode, ShardHeader, read_header, write_shard
@@ -56,6 +57,66 @@ class Shard:
     def element(self) -> ElementFormat:
         """Its row of the table of formats."""
         return BY_NAME[self.dtype]
+
+    @property
+    def elements(self) -> int:
+        """How many there are."""
+        return self.target.size
+
+    @property
+    def stateful(self) -> bool:
+        """Whether it comes with a history."""
+        return self.history is not None
+
+    @property
+    def can_be_sparse(self) -> bool:
+        """Whether changes can be coded by exponent class."""
+        return self.base is not None and self.element.can_be_sparse
+
+    def runs(self, every: int) -> Pair:
+        """See `choice.Sampled`."""
+        assert self.base is not None
+        history = None if self.history is None else runs(self.history, every)
+        return runs(self.base, every), runs(self.target, every), history
+
+    def on_host(self) -> Shard:
+        """Itself."""
+        return self
+
+
+class DistantShard(Sampled, Protocol):
+    """A shard with a base whose elements are not in host memory, such as `device.DeviceShard`.
+
+    It is compared where it lies, once the plan is known; only what changed comes to the host.
+    """
+
+    @property
+    def dtype(self) -> str:
+        """Safetensors dtype name."""
+        ...
+
+    @property
+    def digests(self) -> tuple[bytes | None, bytes | None]:
+        """See `Shard`."""
+        ...
+
+    @property
+    def element(self) -> ElementFormat:
+        """Its row of the table of formats."""
+        ...
+
+    @property
+    def can_be_sparse(self) -> bool:
+        """Whether changes can be coded by exponent class."""
+        ...
+
+    def changes(self, plan: Plan, chunk_elements: int) -> Changes:
+        """What differs."""
+        ...
+
+    def on_host(self) -> Shard:
+        """All of it, for what is coded dense."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,65 +163,71 @@ class EncodedGroup:
 # ---- encode -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Span:
-    """A few chunks of one shard: the unit of work."""
-
-    shard: int
-    part: slice
-
-
 def encode_group(
-    shards: Sequence[Shard], settings: Settings = Settings(), *, kernels: Kernels | None = None
+    shards: Sequence[Shard | DistantShard],
+    settings: Settings = Settings(),
+    *,
+    kernels: Kernels | None = None,
 ) -> EncodedGroup:
     """Encode shards that share tables: all of one dtype, all with a history or all without.
 
     Shards of floats of 8 or 16 bits with a base are coded sparse unless dense is smaller; everything else is
-    dense.  The outcome depends on the arguments alone, not on threads or kernels.
+    dense.  The outcome depends on the arguments alone, not on threads, kernels, or where shards lie.
     """
     kernels = kernels or selected_kernels()
-    sparse = [i for i, item in enumerate(shards) if item.base is not None and item.element.can_be_sparse]
-    if len({(shards[i].dtype, shards[i].history is None) for i in sparse}) > 1:
+    sparse = [i for i, item in enumerate(shards) if item.can_be_sparse]
+    if len({(shards[i].dtype, shards[i].stateful) for i in sparse}) > 1:
         raise ValueError("the shards of a group are of one dtype, and all have a history or none has")
     encoded: dict[int, EncodedShard] = {}
     blob = b""
-    if any(shards[i].target.size for i in sparse):
+    if any(shards[i].elements for i in sparse):
         tables, payloads = _encode_sparse([shards[i] for i in sparse], settings, kernels)
         for i, (changed, chunk_payloads) in zip(sparse, payloads, strict=True):
             encoded[i] = _finish_sparse(shards[i], settings, kernels, tables, changed, chunk_payloads)
         blob = tables.blob if any(item.mode == Mode.SPARSE for item in encoded.values()) else b""
     for i, shard in enumerate(shards):
         if i not in encoded:
-            encoded[i] = _encode_dense(shard, settings, kernels)
+            encoded[i] = _encode_dense(shard.on_host(), settings, kernels)
     return EncodedGroup(blob, tuple(encoded[i] for i in range(len(shards))))
 
 
+_Scan = Callable[[], tuple[SpanSymbols, Histograms]]
+
+
 def _encode_sparse(
-    shards: Sequence[Shard], settings: Settings, kernels: Kernels
+    shards: Sequence[Shard | DistantShard], settings: Settings, kernels: Kernels
 ) -> tuple[GroupTables, list[tuple[int, list[bytes]]]]:
     """Tables of the group, and per shard the number of changes and the payloads of its chunks."""
-    pairs = [(shard.base, shard.target, shard.history) for shard in shards if shard.base is not None]
-    plan = choose_plan(shards[0].element, pairs, settings.classes, settings.value_classes)
-    chunk_elements = 1 << settings.chunk_log2
-    spans = [
-        _Span(i, part) for i, shard in enumerate(shards) for part in _spans(shard.target.size, chunk_elements)
+    plan = choose_plan(shards[0].element, shards, settings.classes, settings.value_classes)
+    scans = [
+        (i, scan)
+        for i, shard in enumerate(shards)
+        for scan in _scans(shard, plan, 1 << settings.chunk_log2, kernels)
     ]
-
-    def scan(span: _Span) -> tuple[SpanSymbols, Histograms]:
-        base, target, history = pairs[span.shard]
-        past = None if history is None else history[span.part]
-        return kernels.scan(plan, base[span.part], target[span.part], past, chunk_elements)
-
-    scanned = list(_share_out(scan, spans, settings.threads))
+    scanned = list(_share_out(lambda scan: scan[1](), scans, settings.threads))
     tables = _tables(plan, [symbols for symbols, _ in scanned], [histograms for _, histograms in scanned])
     packer = kernels.packer(tables)
     packed = _share_out(packer.pack, [symbols for symbols, _ in scanned], settings.threads)
     changed = [0] * len(shards)
     payloads: list[list[bytes]] = [[] for _ in shards]
-    for span, (symbols, _), chunks in zip(spans, scanned, packed, strict=True):
-        changed[span.shard] += symbols.changed
-        payloads[span.shard].extend(chunks)
+    for (i, _), (symbols, _), chunks in zip(scans, scanned, packed, strict=True):
+        changed[i] += symbols.changed
+        payloads[i].extend(chunks)
     return tables, list(zip(changed, payloads, strict=True))
+
+
+def _scans(shard: Shard | DistantShard, plan: Plan, chunk_elements: int, kernels: Kernels) -> Iterator[_Scan]:
+    """What finds the symbols of each span of a shard: a few chunks, the unit of work."""
+    if not isinstance(shard, Shard):
+        changes = shard.changes(plan, chunk_elements)
+        for part in _parts(changes.ends.size, _SPAN_CHUNKS):
+            yield partial(kernels.symbolise, plan, changes.of_chunks(part))
+        return
+    base, target, history = shard.base, shard.target, shard.history
+    assert base is not None
+    for part in _spans(shard.elements, chunk_elements):
+        past = None if history is None else history[part]
+        yield partial(kernels.scan, plan, base[part], target[part], past, chunk_elements)
 
 
 def _tables(plan: Plan, symbols: Sequence[SpanSymbols], histograms: Sequence[Histograms]) -> GroupTables:
@@ -174,7 +241,7 @@ def _tables(plan: Plan, symbols: Sequence[SpanSymbols], histograms: Sequence[His
 
 
 def _finish_sparse(
-    shard: Shard,
+    shard: Shard | DistantShard,
     settings: Settings,
     kernels: Kernels,
     tables: GroupTables,
@@ -183,11 +250,11 @@ def _finish_sparse(
 ) -> EncodedShard:
     """The sparse shard, or a dense one if that is smaller.  Dense is not tried where it can hardly win."""
     data = write_shard(
-        Mode.SPARSE, shard.element, settings.chunk_log2, shard.target.size, changed, tables.identity,
+        Mode.SPARSE, shard.element, settings.chunk_log2, shard.elements, changed, tables.identity,
         shard.digests, payloads,
     )  # fmt: skip
-    if 2 * len(data) > shard.target.nbytes:
-        dense = _encode_dense(shard, settings, kernels)
+    if 2 * len(data) > shard.elements * shard.element.itemsize:
+        dense = _encode_dense(shard.on_host(), settings, kernels)
         if len(dense.data) < len(data):
             return dense
     return EncodedShard(data, Mode.SPARSE, changed)

@@ -36,6 +36,35 @@ class SpanSymbols:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Changes:
+    """The changed elements of a span, as whoever holds the elements lists them: in order of index.
+
+    `places` (uint32) hold the rank in the position context (18 bits), the position context (5) and the value
+    context (5); `steps` (uint16) are 2 * (|s| - 1) + (s < 0), flips made; `ends` is where each
+    chunk's end.  All contiguous.
+    """
+
+    places: npt.NDArray[np.uint32]
+    steps: npt.NDArray[np.uint16]
+    ends: Indices
+
+    def __post_init__(self) -> None:
+        if (
+            self.places.shape != self.steps.shape
+            or np.any(np.diff(self.ends, prepend=0) < 0)
+            or self.places.size != (self.ends[-1] if self.ends.size else 0)
+        ):
+            raise ValueError("places, steps and ends do not belong together")
+
+    def of_chunks(self, part: slice) -> Changes:
+        """Those of some consecutive chunks."""
+        start = int(self.ends[part.start - 1]) if part.start else 0
+        ends = self.ends[part] - start
+        here = slice(start, start + int(ends[-1]))
+        return Changes(self.places[here], self.steps[here], ends)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Histograms:
     """How often each symbol was met, by context."""
 
@@ -85,6 +114,10 @@ class Kernels(Protocol):
         self, plan: Plan, base: Words, target: Words, history: Bytes | None, chunk_elements: int
     ) -> tuple[SpanSymbols, Histograms]:
         """Find and describe what changed."""
+        ...
+
+    def symbolise(self, plan: Plan, changes: Changes) -> tuple[SpanSymbols, Histograms]:
+        """What `scan` gives for the elements that have these changes.  Raises ValueError if none can."""
         ...
 
     def packer(self, tables: GroupTables) -> Packer:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from rose_kernels.delta.elements import Bytes, Indices, Words
 from rose_kernels.delta.errors import CorruptDelta
-from rose_kernels.delta.kernel import Histograms, SpanSymbols
+from rose_kernels.delta.kernel import Changes, Histograms, SpanSymbols
 from rose_kernels.delta.plan import Plan
 from rose_kernels.delta.tables import GAP_SYMBOLS, SLOTS, VALUE_SYMBOLS, Frequencies, GroupTables
 from rose_kernels.library import built_library
@@ -209,19 +209,52 @@ class NativeKernels:
         if base.shape != target.shape:
             raise ValueError("base and target differ in size")
         n, chunks = base.size, -(-base.size // chunk_elements)
-        scratch_bytes = int(self.library.rose_scan_scratch_bytes(*_int64(chunk_elements)))
+
+        def scan(*out: Any) -> int:
+            return int(
+                self.library.rose_scan(
+                    _at(plan.packed), _at(base), _at(target), _at(history), *_int64(n, chunk_elements), *out
+                )
+            )
+
+        return self._symbols(plan, scan, n, chunks, chunk_elements)
+
+    def symbolise(self, plan: Plan, changes: Changes) -> tuple[SpanSymbols, Histograms]:
+        """See `kernel.Kernels`."""
+        lists = (changes.places, np.uint32), (changes.steps, np.uint16), (changes.ends, np.int64)
+        if any(array.dtype != dtype or not array.flags.c_contiguous for array, dtype in lists):
+            raise ValueError("a list of changes is of contiguous uint32, uint16 and int64")
+        chunks = changes.ends.size
+        # Asked for when first used: a library from before there were lists does all else.
+        symbolise = self.library.rose_symbolise
+        symbolise.restype = ctypes.c_int64
+
+        def listed(*out: Any) -> int:
+            places, steps, ends = changes.places, changes.steps, changes.ends
+            done = symbolise(_at(plan.packed), _at(places), _at(steps), _at(ends), *_int64(chunks), *out)
+            if done < 0:
+                raise ValueError("no elements have such changes under this plan")
+            return int(done)
+
+        most = int(np.diff(changes.ends, prepend=0).max(initial=0))
+        return self._symbols(plan, listed, changes.places.size, chunks, most)
+
+    def _symbols(
+        self, plan: Plan, call: Callable[..., int], changed_max: int, chunks: int, chunk_changed_max: int
+    ) -> tuple[SpanSymbols, Histograms]:
+        """Have a kernel put out symbols, into buffers for so many changes."""
+        scratch_bytes = int(self.library.rose_scan_scratch_bytes(*_int64(chunk_changed_max)))
         scratch = self.arena.take("scan", scratch_bytes, np.uint8)
         gaps, values, contexts = (
-            self.arena.take(name, n, np.uint8) for name in ("gaps", "values", "contexts")
+            self.arena.take(name, changed_max, np.uint8) for name in ("gaps", "values", "contexts")
         )
-        raw = self.arena.take("raw", 4 * n + 16 * chunks, np.uint8)
+        raw = self.arena.take("raw", 4 * changed_max + 16 * chunks, np.uint8)
         counts = np.empty((chunks, plan.contexts), np.uint32)
         raw_ends = np.empty(chunks, np.int64)
         gap_histogram = np.zeros((plan.contexts, GAP_SYMBOLS), np.uint32)
         value_histogram = np.zeros((plan.value_contexts, VALUE_SYMBOLS), np.uint32)
         changed = _checked(
-            self.library.rose_scan(
-                _at(plan.packed), _at(base), _at(target), _at(history), *_int64(n, chunk_elements),
+            call(
                 _at(scratch), *_int64(scratch.size), _at(counts), _at(gaps), _at(values), _at(contexts),
                 _at(gap_histogram), _at(value_histogram), _at(raw), *_int64(raw.size), _at(raw_ends),
             )

@@ -6,6 +6,7 @@ It follows docs/delta-format.md line by line and is written to be read; the C ke
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +14,7 @@ import numpy.typing as npt
 from rose_kernels.delta.buffers import Cursor, unzigzag, varint, zigzag
 from rose_kernels.delta.elements import Bytes, ElementFormat, Indices, Words, order
 from rose_kernels.delta.errors import CorruptDelta
-from rose_kernels.delta.kernel import Histograms, SpanSymbols
+from rose_kernels.delta.kernel import Changes, Histograms, SpanSymbols
 from rose_kernels.delta.plan import Plan
 from rose_kernels.delta.tables import GAP_SYMBOLS, SLOTS, VALUE_SYMBOLS, Frequencies, GroupTables
 
@@ -199,31 +200,65 @@ def contexts_of(plan: Plan, base: Words, history: Bytes | None) -> tuple[Bytes, 
 def _scan_chunk(plan: Plan, base: Words, target: Words, history: Bytes | None) -> SpanSymbols:
     positions, values, flips = contexts_of(plan, base, history)
     changed = base != target
-    counts = np.zeros((1, plan.contexts), np.uint32)
+    ranks = [np.flatnonzero(changed[positions == context]) for context in range(plan.contexts)]
+    at = np.flatnonzero(changed)
+    return _symbols(ranks, values[at], steps(base[at], target[at], plan.element) ^ flips[at])
+
+
+def _symbols(
+    ranks: Sequence[npt.NDArray[np.integer]], value_contexts: Bytes, directed: npt.NDArray[np.integer]
+) -> SpanSymbols:
+    """One chunk's: ranks of changes by context; contexts and steps of values, flips made, by index."""
     gap_symbols: list[int] = []
     raw: list[RawBits] = []
-    for context in range(plan.contexts):
-        ranks = np.flatnonzero(changed[positions == context])
-        counts[0, context] = ranks.size
-        for gap in (np.diff(ranks, prepend=-1) - 1).tolist():
+    for of_context in ranks:
+        for gap in (np.diff(of_context, prepend=-1) - 1).tolist():
             symbol, bits = gap_symbol(gap)
             gap_symbols.append(symbol)
             raw.append(bits)
-    at = np.flatnonzero(changed)
     value_symbols: list[int] = []
-    for step in (steps(base[at], target[at], plan.element) ^ flips[at]).tolist():
+    for step in directed.tolist():
         symbol, bits = value_symbol(step)
         value_symbols.append(symbol)
         raw.append(bits)
     packed = np.frombuffer(write_bits(raw), np.uint8)
     return SpanSymbols(
-        counts,
+        np.array([[of_context.size for of_context in ranks]], np.uint32),
         np.array(gap_symbols, np.uint8),
         np.array(value_symbols, np.uint8),
-        values[at],
+        value_contexts,
         packed,
         np.array([packed.size], np.int64),
     )
+
+
+def _listed_chunk(
+    plan: Plan, places: npt.NDArray[np.uint32], directed: npt.NDArray[np.uint16]
+) -> SpanSymbols:
+    all_ranks, contexts, value_contexts = places & 0x3FFFF, places >> 18 & 31, places >> 23
+    ranks = [all_ranks[contexts == context].astype(np.int64) for context in range(plan.contexts)]
+    whole = sum(of_context.size for of_context in ranks) == places.size
+    if not (
+        whole
+        and np.all(value_contexts < plan.value_contexts)
+        and np.all(directed < 1 << 8 * plan.element.itemsize)
+        and all(np.all(np.diff(of_context) > 0) for of_context in ranks)
+    ):
+        raise ValueError("no elements have such changes under this plan")
+    return _symbols(ranks, value_contexts.astype(np.uint8), directed)
+
+
+def _joined(plan: Plan, parts: Sequence[SpanSymbols]) -> tuple[SpanSymbols, Histograms]:
+    """One span of several chunks."""
+    symbols = SpanSymbols(
+        np.concatenate([part.counts for part in parts]),
+        np.concatenate([part.gap_symbols for part in parts]),
+        np.concatenate([part.value_symbols for part in parts]),
+        np.concatenate([part.value_contexts for part in parts]),
+        np.concatenate([part.raw for part in parts]),
+        np.cumsum([part.raw.size for part in parts]),
+    )
+    return symbols, _histograms(plan, symbols)
 
 
 def _histograms(plan: Plan, symbols: SpanSymbols) -> Histograms:
@@ -353,15 +388,15 @@ class ReferenceKernels:
             _scan_chunk(plan, base[part], target[part], None if history is None else history[part])
             for part in _chunks(base.size, chunk_elements)
         ]
-        symbols = SpanSymbols(
-            np.concatenate([part.counts for part in parts]),
-            np.concatenate([part.gap_symbols for part in parts]),
-            np.concatenate([part.value_symbols for part in parts]),
-            np.concatenate([part.value_contexts for part in parts]),
-            np.concatenate([part.raw for part in parts]),
-            np.cumsum([part.raw.size for part in parts]),
+        return _joined(plan, parts)
+
+    def symbolise(self, plan: Plan, changes: Changes) -> tuple[SpanSymbols, Histograms]:
+        """See `kernel.Kernels`."""
+        ends = changes.ends.tolist()
+        parts = [slice(start, end) for start, end in pairwise([0, *ends])]
+        return _joined(
+            plan, [_listed_chunk(plan, changes.places[part], changes.steps[part]) for part in parts]
         )
-        return symbols, _histograms(plan, symbols)
 
     def packer(self, tables: GroupTables) -> _Packer:
         """See `kernel.Kernels`."""
