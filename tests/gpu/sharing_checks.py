@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
 import subprocess
@@ -248,8 +247,6 @@ def _daemon(control: str, folder: str) -> Iterator[dict[str, str]]:
 
 def delta(figures: Figures) -> None:
     """Finding and packing changed weights on the device: the module brings its own check."""
-    if importlib.util.find_spec("rose_kernels.delta.cuda") is None:
-        raise Skipped("this release has no rose_kernels.delta.cuda")
     need_cuda()
     need("cupy", "cupy-cuda13x")
     figures.update(need("rose_kernels.delta.cuda").gpu_check())
