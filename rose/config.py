@@ -198,6 +198,9 @@ class MemoryConfig(_Section, frozen=True):
     """KV memory that the serving engine and the opportunistic replicas share, where the serving engine was
     started with this as ROSE_ENGINE_KV_SHARED_BYTES: it lends what it leaves unused, and takes it back.
     0: each engine has its own (`static`)."""
+    inactive_unleased: bool = False
+    """An opportunistic replica on which no job holds a lease is inactive: its engine stays up, with no KV
+    memory.  A lease activates it."""
 
 
 class SchedulerConfig(_Section, frozen=True):

@@ -124,6 +124,13 @@ class DrainRequest(Message, frozen=True):
     drain: bool = True
 
 
+class ActivityRequest(Message, frozen=True):
+    """`rose deactivate REPLICA`: have it give its KV memory back; and `rose activate`."""
+
+    replica: ReplicaId
+    active: bool
+
+
 class PinRequest(Message, frozen=True):
     """`rose weights rollback JOB VERSION`: go back to a version and stay; None (`follow`) ends that."""
 
@@ -140,7 +147,7 @@ class Reply(Message, frozen=True):
     body: dict[str, Any] | None = None
 
 
-ControlRequest = StatusRequest | ReclaimRequest | GateRequest | DrainRequest | PinRequest
+ControlRequest = StatusRequest | ReclaimRequest | GateRequest | DrainRequest | ActivityRequest | PinRequest
 
 _to_scheduler = msgspec.msgpack.Decoder(ToScheduler)
 _to_node = msgspec.msgpack.Decoder(ToNode)

@@ -1,4 +1,4 @@
-"""`rose reclaim`, `rose gate`, `rose drain`, `rose undrain`: orders to rosed."""
+"""`rose reclaim`, `rose gate`, `rose activate`, `rose drain` and their opposites: orders to rosed."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from rose.units import ReplicaId
 
 reclaim_app = typer.Typer(rich_markup_mode=None, add_completion=False)
 gate_app = typer.Typer(rich_markup_mode=None, add_completion=False)
+activate_app = typer.Typer(rich_markup_mode=None, add_completion=False)
+deactivate_app = typer.Typer(rich_markup_mode=None, add_completion=False)
 drain_app = typer.Typer(rich_markup_mode=None, add_completion=False)
 undrain_app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
@@ -69,4 +71,18 @@ def drain(replica: ReplicaArgument, config: ConfigOption = None, socket: SocketO
 def undrain(replica: ReplicaArgument, config: ConfigOption = None, socket: SocketOption = None) -> None:
     """Send the replica turns again."""
     ask(socket_path(config, socket), wire.DrainRequest(ReplicaId(replica), drain=False))
+    print(f"{replica}: in use")
+
+
+@deactivate_app.command()
+def deactivate(replica: ReplicaArgument, config: ConfigOption = None, socket: SocketOption = None) -> None:
+    """Have the replica give its KV memory back; its engine stays up, its turns move elsewhere."""
+    ask(socket_path(config, socket), wire.ActivityRequest(ReplicaId(replica), active=False))
+    print(f"{replica}: giving its memory back")
+
+
+@activate_app.command()
+def activate(replica: ReplicaArgument, config: ConfigOption = None, socket: SocketOption = None) -> None:
+    """Take an inactive replica into use again."""
+    ask(socket_path(config, socket), wire.ActivityRequest(ReplicaId(replica), active=True))
     print(f"{replica}: in use")

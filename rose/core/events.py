@@ -182,6 +182,20 @@ class DrainRequested(Event, frozen=True):
     drain: bool
 
 
+class ActivityRequested(Event, frozen=True):
+    """The operator switches a lent replica off (inactive and out of use) or on again."""
+
+    replica: ReplicaId
+    active: bool
+
+
+class LeaseChanged(Event, frozen=True):
+    """The scheduler granted a lease on a replica, or took it back."""
+
+    replica: ReplicaId
+    leased: bool
+
+
 class PinRequested(Event, frozen=True):
     """The operator holds this host's engines at `version`, or lets them follow new ones again (None).
 
@@ -201,6 +215,7 @@ NodeEvent = (
     | EngineExited | VersionAvailable | VersionStaged | VersionStageFailed | VersionsPruned | UndoReady
     | WeightsApplied | WeightsRefused | SchedulerConnected | SchedulerLost | StepBegan | ReclaimRequested
     | GateOverridden | DrainRequested | PinRequested | ShutdownRequested
+    | ActivityRequested | LeaseChanged
 )  # fmt: skip
 
 

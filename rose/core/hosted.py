@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from rose.core.dormancy import Dormancy
 from rose.core.effects import ApplyVersion, NodeEffect, PublishGate, Say
 from rose.core.events import ReplicaReport, WeightsRefused
 from rose.core.lifecycle import EngineLife, Phase, ReplicaState
@@ -13,6 +14,8 @@ from rose.core.readings import GateMode, GatePolicy, GateReason, LimitStatus, Re
 from rose.core.shelf import VersionShelf
 from rose.units import NS_PER_MS, WeightVersion
 
+_INACTIVE_BLOCKS = 1
+"""KV budget of an inactive replica: an engine keeps one block."""
 _DISOBEYED = (LimitStatus.STALE, LimitStatus.CONFLICT)
 
 
@@ -26,6 +29,8 @@ class HostedReplica:
         self.memory: MemoryPolicy | None = None
         if settings.kind == "opportunistic":
             self.memory = MemoryPolicy(msgspec.structs.replace(node.memory, block_bytes=settings.block_bytes))
+        self.dormancy = Dormancy(follows_leases=settings.follows_leases and self.memory is not None)
+        self.life.inactive = not self.dormancy.usable
         self.reading: ReplicaReading | Unknown = Unknown("not_observed")
         self.override: GateMode | None = None
         self.override_tokens = 0
@@ -54,6 +59,7 @@ class HostedReplica:
         if self.memory is None:
             return GateMode.OPEN if self.override is None else self.override
         useless = self.retired or self.life.state in {ReplicaState.FAILED, ReplicaState.STOPPING}
+        useless = useless or not self.dormancy.active
         if useless or (self.life.draining and self._idle) or self.device_closed is not None:
             return GateMode.CLOSED
         return self._node.gate_mode if self.override is None else self.override
@@ -69,13 +75,13 @@ class HostedReplica:
             revision=self.revision,
             mode=int(self.gate_mode),
             token_cap=self.override_tokens or self._node.token_cap,
-            kv_budget_blocks=self.memory.limit_blocks if self.memory else 0,
+            kv_budget_blocks=self._limit_blocks,
             rl_step=rl_step,
             alive_until_ns=self.published.alive_until_ns if self.published else 0,
             ttft_slo_ns=self._node.ttft_slo_ns,
             tpot_slo_ns=self._node.tpot_slo_ns,
             margin_ns=self._node.margin_ns,
-            closed_reason=self.device_closed or GateReason.CLOSED_BY_OPERATOR,
+            closed_reason=self._closed_reason,
         )
         if policy == self.published:
             return []
@@ -83,7 +89,37 @@ class HostedReplica:
         self.published = policy._replace(
             revision=self.revision, alive_until_ns=now_ns + self._node.gate_lease_ns
         )
+        self.dormancy.told(self.revision)
         return [PublishGate(self.settings.replica, self.published)]
+
+    @property
+    def _limit_blocks(self) -> int:
+        if self.memory is None:
+            return 0
+        return self.memory.limit_blocks if self.dormancy.active else _INACTIVE_BLOCKS
+
+    @property
+    def _closed_reason(self) -> GateReason:
+        if not self.dormancy.active:
+            return GateReason.INACTIVE
+        return self.device_closed or GateReason.CLOSED_BY_OPERATOR
+
+    def change_activity(self, now_ns: int, *, device_free: bool) -> list[NodeEffect]:
+        """Become active or inactive if that is due and nothing else is under way on the device."""
+        dormancy = self.dormancy
+        if dormancy.active is dormancy.wanted or not device_free:
+            return []
+        dormancy.begin(now_ns)
+        self.life.inactive = True
+        if self.life.phase is not Phase.RUNNING:
+            self._activity_over()
+        text = "active: takes memory and turns" if dormancy.active else "inactive: gives its KV memory back"
+        code = "activated" if dormancy.active else "deactivated"
+        return [Say("info", code, text, self.settings.replica)]
+
+    def _activity_over(self) -> None:
+        self.dormancy.engine_gone()
+        self.life.inactive = not self.dormancy.active
 
     def observed(self, reading: ReplicaReading | Unknown, now_ns: int) -> None:
         """The engine's board was read: its size, and how far it obeys."""
@@ -101,6 +137,8 @@ class HostedReplica:
         obeyed = reading.policy_revision == self.revision and reading.limit_status == LimitStatus.APPLIED
         if self.memory and obeyed:
             self.memory.applied(now_ns)
+            self.dormancy.obeyed(reading.policy_revision, now_ns)
+            self.life.inactive = not self.dormancy.usable
 
     def memory_observed(self, reading: MemoryReading, now_ns: int) -> list[NodeEffect]:
         """The shared device's memory was read."""
@@ -111,6 +149,8 @@ class HostedReplica:
         """Somebody wants the replica's memory."""
         if self.memory is None:
             why = "a dedicated replica lends no memory"
+        elif not self.dormancy.active:
+            why = "it is inactive and holds none"
         elif (cut := self.memory.reclaim(reason)) is not None:
             return [self._say_cut(cut)]
         elif self.memory.state is not MemoryState.NORMAL:
@@ -139,6 +179,7 @@ class HostedReplica:
         if not self.life.exited(reason, now_ns, restart=restart):
             return False
         self.reading = Unknown("engine_gone")
+        self._activity_over()
         if self.memory:
             self.memory.engine_gone(now_ns)
         return True
@@ -147,6 +188,24 @@ class HostedReplica:
         """The node shuts down: end the engine, whoever started it."""
         self.retired = True
         return self.life.stop("shutdown", now_ns)
+
+    def override_gate(self, mode: int | None, token_cap: int) -> list[NodeEffect]:
+        """The operator forces the gate, or gives it back to the policy (None)."""
+        if mode is not None and mode not in GateMode._value2member_map_:
+            return [Say("warning", "gate_mode_unknown", f"{mode} is no gate mode", self.settings.replica)]
+        self.override = None if mode is None else GateMode(mode)
+        self.override_tokens = 0 if mode is None else max(0, token_cap)
+        name = "as configured" if mode is None else self.gate_mode.name.lower()
+        return [Say("info", "gate_overridden", f"gate mode is now {name}", self.settings.replica)]
+
+    def switch(self, active: bool) -> list[NodeEffect]:
+        """The operator switches it off (out of use too) or on again."""
+        if self.memory is None:
+            text = "a dedicated replica lends no memory: it stays active"
+            return [Say("warning", "activity_ignored", text, self.settings.replica)]
+        self.dormancy.switched_off = not active
+        self.drain(not active)
+        return []
 
     def drain(self, drain: bool) -> None:
         """Out of use, or back in use with a clean slate."""
@@ -308,8 +367,15 @@ class HostedReplica:
             tokens=reading.tokens if reading else None,
             aborted_requests=reading.aborted_requests if reading else None,
             last_update=self.last_update,
+            active=self.dormancy.usable,
+            activation_ms=self.dormancy.activation_ms,
+            kv_resident_bytes=_resident_bytes(reading),
         )
 
 
 def _known(value: int | Unknown) -> int | None:
     return None if isinstance(value, Unknown) else value
+
+
+def _resident_bytes(reading: ReplicaReading | None) -> int | None:
+    return None if reading is None or reading.kv_resident_bytes < 0 else reading.kv_resident_bytes

@@ -106,8 +106,19 @@ def check_effects(
                 pass
 
 
+def check_devices(replicas: Sequence[HostedReplica]) -> None:
+    """On one device at most one engine starts or changes its activity."""
+    under_way: dict[str, ReplicaId] = {}
+    for hosted in replicas:
+        device = hosted.settings.device
+        if hosted.memory and (hosted.life.phase is Phase.STARTING or hosted.dormancy.since_ns is not None):
+            other = under_way.setdefault(device, hosted.settings.replica)
+            assert other == hosted.settings.replica, (device, other, hosted.settings.replica)
+
+
 def check_node(replicas: Sequence[HostedReplica], shelf: VersionShelf, weight_attempts_max: int) -> None:
     """Everything above that holds of a node at rest."""
+    check_devices(replicas)
     for hosted in replicas:
         check_replica(hosted, weight_attempts_max)
     check_shelf(shelf, (hosted.life.held for hosted in replicas))

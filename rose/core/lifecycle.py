@@ -26,6 +26,8 @@ class ReplicaState(StrEnum):
     READY = "ready"
     UPDATING = "updating"
     """The engine is going from one weight version to the next, or did not say where it ended."""
+    INACTIVE = "inactive"
+    """The engine runs and has given its KV memory back, as no job holds a lease; a lease activates it."""
     DRAINING = "draining"
     """Taken out of use by the operator: turns in flight finish, no new ones come."""
     FAILED = "failed"
@@ -75,6 +77,7 @@ class EngineLife:
         self.unsure = False
         """An update had no answer: `held` may be wrong, so no turns until the engine told what it runs."""
         self.draining = False
+        self.inactive = False
         self.failed = False
 
     @property
@@ -86,19 +89,21 @@ class EngineLife:
             return ReplicaState.FAILED
         if self.applying is not None or self.unsure:
             return ReplicaState.UPDATING
-        return ReplicaState.DRAINING if self.draining else ReplicaState.READY
+        if self.draining:
+            return ReplicaState.DRAINING
+        return ReplicaState.INACTIVE if self.inactive else ReplicaState.READY
 
     @property
     def has_process(self) -> bool:
         """Whether an engine process of ours may exist."""
         return self.phase in {Phase.STARTING, Phase.RUNNING, Phase.STOPPING}
 
-    def advance(self, now_ns: int) -> list[NodeEffect]:
-        """Start what is due, give up on what never became ready."""
+    def advance(self, now_ns: int, *, may_start: bool = True) -> list[NodeEffect]:
+        """Start what is due, if nothing else is under way on the device; give up on what never got ready."""
         if self.phase is Phase.STARTING and now_ns - self.since_ns >= self._settings.start_timeout_ns:
             return self.stop("start_timeout", now_ns)
         due = self.phase is Phase.BACKOFF and now_ns >= self.retry_at_ns
-        if due or self.phase is Phase.STOPPED:
+        if may_start and (due or self.phase is Phase.STOPPED):
             self._enter(Phase.STARTING, now_ns)
             self.attempts += 1
             return [StartEngine(self.replica, self.attempts)]

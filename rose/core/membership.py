@@ -27,6 +27,8 @@ from rose.units import NS_PER_S, NodeId, ReplicaId
 READY = "ready"
 """The only replica state that gets turns."""
 UPDATING = "updating"
+INACTIVE = "inactive"
+"""A lease activates it."""
 DEDICATED = "dedicated"
 OPPORTUNISTIC = "opportunistic"
 
@@ -73,7 +75,7 @@ class Replica:
     @property
     def fit(self) -> bool:
         """Whether it is in use at all; an update of its weights does not make it unfit."""
-        return self.node_alive and not self.drained and self.report.state in {READY, UPDATING}
+        return self.node_alive and not self.drained and self.report.state in {READY, UPDATING, INACTIVE}
 
     @property
     def takes_turns(self) -> bool:

@@ -17,12 +17,14 @@ from typing import assert_never
 
 from rose.core.effects import NodeEffect, PullVersion, ReportNow, Say
 from rose.core.events import (
+    ActivityRequested,
     DeviceObserved,
     DrainRequested,
     EngineExited,
     EngineReady,
     EngineStarted,
     GateOverridden,
+    LeaseChanged,
     MemoryObserved,
     NodeEvent,
     PinRequested,
@@ -47,12 +49,11 @@ from rose.core.hosted import HostedReplica
 from rose.core.invariants import check_effects, check_node, snapshot
 from rose.core.lifecycle import Phase, ReplicaState
 from rose.core.nodeview import NodeSettings, NodeView, UnknownSignal
-from rose.core.readings import GateMode
 from rose.core.shelf import Staged, VersionShelf
 from rose.core.watch import DeviceWatch, Edges, ServingWatch, unknown_signal
 from rose.units import NS_PER_S, JobId, ReplicaId, WeightVersion
 
-_USABLE = {ReplicaState.READY, ReplicaState.UPDATING, ReplicaState.DRAINING}
+_USABLE = {ReplicaState.READY, ReplicaState.UPDATING, ReplicaState.INACTIVE, ReplicaState.DRAINING}
 
 
 class NodeMachine:
@@ -111,8 +112,14 @@ class NodeMachine:
                 effects = self._scheduler(event)
             case StepBegan():
                 effects = self._step_began(event)
-            case ReclaimRequested() | GateOverridden() | DrainRequested():
-                effects = self._operator(event)
+            case (
+                ReclaimRequested()
+                | GateOverridden()
+                | DrainRequested()
+                | ActivityRequested()
+                | LeaseChanged()
+            ):
+                effects = self._order(event)
             case ShutdownRequested():
                 effects = self._shut_down()
             case _:
@@ -271,7 +278,10 @@ class NodeMachine:
                 hosted.memory.step_began()
         return []
 
-    def _operator(self, event: ReclaimRequested | GateOverridden | DrainRequested) -> list[NodeEffect]:
+    def _order(
+        self, event: ReclaimRequested | GateOverridden | DrainRequested | ActivityRequested | LeaseChanged
+    ) -> list[NodeEffect]:
+        """What the operator wants of a replica, or the scheduler."""
         hosted = self.replicas.get(event.replica)
         if hosted is None:
             return self._stranger(event.replica)
@@ -279,18 +289,29 @@ class NodeMachine:
             case ReclaimRequested(reason=reason):
                 return hosted.reclaim(reason)
             case GateOverridden(mode=mode, token_cap=token_cap):
-                if mode is not None and mode not in GateMode._value2member_map_:
-                    return [Say("warning", "gate_mode_unknown", f"{mode} is no gate mode", event.replica)]
-                hosted.override = None if mode is None else GateMode(mode)
-                hosted.override_tokens = 0 if mode is None else max(0, token_cap)
-                name = "as configured" if mode is None else hosted.gate_mode.name.lower()
-                return [Say("info", "gate_overridden", f"gate mode is now {name}", event.replica)]
+                return hosted.override_gate(mode, token_cap)
             case DrainRequested(drain=drain):
                 hosted.drain(drain)
                 text = "out of use: no new turns" if drain else "back in use"
                 return [Say("info", "drained" if drain else "undrained", text, event.replica)]
+            case ActivityRequested(active=active):
+                return hosted.switch(active)
+            case LeaseChanged(leased=leased):
+                hosted.dormancy.leased = leased
+                return []
             case _:
                 assert_never(event)
+
+    def _device_free(self, hosted: HostedReplica) -> bool:
+        """Whether no other engine on the replica's device starts or changes its activity.
+
+        Two that measure its memory at once would charge each other's to themselves.
+        """
+        return hosted.memory is None or not any(
+            other.life.phase is Phase.STARTING or other.dormancy.changing(self._now_ns)
+            for other in self.replicas.values()
+            if other.memory and other is not hosted and other.settings.device == hosted.settings.device
+        )
 
     def _shut_down(self) -> list[NodeEffect]:
         self._shutting_down = True
@@ -307,9 +328,11 @@ class NodeMachine:
         for hosted in self.replicas.values():
             if hosted.memory:
                 hosted.device_closed = self._device.closes(self._now_ns)
+                effects += hosted.change_activity(self._now_ns, device_free=self._device_free(hosted))
             effects += hosted.publish_gate(self._rl_step, self._now_ns)
         if self._begun and not self._shutting_down:
-            effects += self._advance()
+            for hosted in self.replicas.values():
+                effects += hosted.life.advance(self._now_ns, may_start=self._device_free(hosted))
             for hosted in self.replicas.values():
                 effects += hosted.update(self.shelf, self._now_ns)
             effects += self._pull()
@@ -319,21 +342,6 @@ class NodeMachine:
         if routed_by != self._reported:
             self._reported = routed_by
             effects.append(ReportNow())
-        return effects
-
-    def _advance(self) -> list[NodeEffect]:
-        """Processes that are due.  One engine at a time starts on the shared device: two that measure its
-        memory at once would charge each other's to themselves."""
-        effects: list[NodeEffect] = []
-        starting = False
-        lent_first = sorted(
-            self.replicas.values(), key=lambda hosted: hosted.life.phase is not Phase.STARTING
-        )
-        for hosted in lent_first:
-            waits = hosted.life.phase in {Phase.STOPPED, Phase.BACKOFF}
-            if not (starting and waits and hosted.memory):
-                effects += hosted.life.advance(self._now_ns)
-            starting = starting or bool(hosted.memory and hosted.life.phase is Phase.STARTING)
         return effects
 
     def _pull(self) -> list[NodeEffect]:

@@ -27,6 +27,8 @@ class ReplicaSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of one KV block; 0 if not known."""
     device: str = ""
     """Identity of the serving device lent; empty if dedicated."""
+    follows_leases: bool = False
+    """Inactive while no job holds a lease on it."""
     hardware: str = ""
     """What the device is rich in, `compute` or `bandwidth`; empty: not told."""
 
@@ -155,6 +157,12 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int | None
     aborted_requests: int | None
     last_update: WeightUpdate | None
+    active: bool = True
+    """False while its KV memory is given back, and until its engine said that it is active again."""
+    activation_ms: float | None = None
+    """How long the latest activation took."""
+    kv_resident_bytes: int | None = None
+    """Physical memory of its KV cache, as measured; None if not known."""
 
 
 class UnknownSignal(msgspec.Struct, frozen=True):

@@ -66,6 +66,8 @@ class GateReason(IntEnum):
     """The memory of the shared device cannot be read, so nobody knows what serving needs."""
     DEVICE_TROUBLE = 25
     """The shared device is lost, out of reach or recovering; `rose status` says which."""
+    INACTIVE = 26
+    """The replica has given its KV memory back: no job holds it, or the operator switched it off."""
 
 
 class SlackReading(NamedTuple):

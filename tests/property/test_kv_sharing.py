@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from rose.boards import BoardPaths, BoardWriter
-from rose.core.readings import GateMode, GatePolicy, KvHolding
+from rose.core.readings import GateMode, GatePolicy, GateReason, KvHolding
 from rose.engines.vllm.kv_orders import KvOrder, OrderReader
 from rose.engines.vllm.settings import PluginSettings
 
@@ -213,6 +213,17 @@ def machine_of(configs: tuple[Any, Any], kind: str, page_bytes: int) -> type[Rul
             self.gate.publish(
                 GatePolicy(self.revision, GateMode.OPEN, 0, blocks, 0, alive_ns, 250_000_000, 60_000_000, 0)
             )
+
+        @rule()
+        def replica_is_switched_off(self) -> None:
+            self.revision += 1
+            alive_ns = time.monotonic_ns() + 50_000_000_000
+            reason = GateReason.INACTIVE
+            self.gate.publish(GatePolicy(self.revision, GateMode.CLOSED, 0, 1, 0, alive_ns, 0, 0, 0, reason))
+            self.rollout.loop.scheduler._rose_heartbeat()
+            for _ in range(3):
+                self.rollout.step()
+            assert not self.rollout.loop.scheduler.requests
 
         @rule(lent=st.booleans())
         def worker_gives_back(self, lent: bool) -> None:

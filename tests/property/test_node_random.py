@@ -8,12 +8,14 @@ from hypothesis import strategies as st
 
 from rose.core.effects import ApplyVersion, NodeEffect, PublishGate, StartEngine
 from rose.core.events import (
+    ActivityRequested,
     DeviceObserved,
     DrainRequested,
     EngineExited,
     EngineReady,
     EngineStarted,
     GateOverridden,
+    LeaseChanged,
     MemoryObserved,
     NodeEvent,
     PinRequested,
@@ -53,6 +55,8 @@ SETTINGS = NodeSettings(
             block_tokens=32,
             context_tokens_max=2048,
             block_bytes=1,
+            device="" if name == "ded" else "cpu-0",
+            follows_leases=name == "opp-2",
         )
         for name in ("opp", "ded", "opp-2")
     ),
@@ -99,6 +103,8 @@ events: st.SearchStrategy[NodeEvent] = st.one_of(
     st.builds(ReclaimRequested, replicas, reasons),
     st.builds(GateOverridden, replicas, st.none() | st.integers(-1, 4), st.integers(-1, 600)),
     st.builds(DrainRequested, replicas, st.booleans()),
+    st.builds(ActivityRequested, replicas, st.booleans()),
+    st.builds(LeaseChanged, replicas, st.booleans()),
     st.builds(UndoReady, jobs, versions, versions, st.just("/undo")),
     st.integers(1, 6).map(lambda v: UndoReady(JOB, v - 1, v, "/undo")),
     st.builds(PinRequested, jobs, st.none() | st.integers(-1, 6)),

@@ -225,3 +225,10 @@ def test_the_open_clock_stands_while_the_gate_is_closed(members: Membership) -> 
     assert replica.open_ns(4 * S) == 1 * S
     members.heartbeat(beat("n", "s1", 2, report(gate_open=True)), 4 * S)
     assert replica.open_ns(6 * S) == 3 * S
+
+
+def test_an_inactive_replica_can_be_leased_and_gets_no_turns_yet(members: Membership) -> None:
+    members.register(registered("n9", "s9", report("sleeper", state="inactive", kind="opportunistic")), 1)
+    sleeper = members.replicas[ReplicaId("sleeper")]
+    assert sleeper.fit
+    assert not sleeper.takes_turns

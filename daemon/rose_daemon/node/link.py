@@ -23,7 +23,14 @@ import zmq.asyncio
 
 from rose import wire
 from rose.config import Config
-from rose.core.events import NodeEvent, ReplicaReport, SchedulerConnected, SchedulerLost, StepBegan
+from rose.core.events import (
+    LeaseChanged,
+    NodeEvent,
+    ReplicaReport,
+    SchedulerConnected,
+    SchedulerLost,
+    StepBegan,
+)
 from rose.errors import ConfigError
 from rose.units import NS_PER_MS, NS_PER_S, ReplicaId
 from rose_daemon.curve import require_private, secure_node
@@ -205,6 +212,7 @@ class SchedulerLink:
                     self.leases[replica] = message
                 else:
                     self.leases.pop(replica, None)
+                self._emit(LeaseChanged(replica, granted))
 
     def _lose(self, code: str) -> None:
         silent_s = (self._clock_ns() - self._heard_ns) / NS_PER_S

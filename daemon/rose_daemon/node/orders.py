@@ -6,7 +6,7 @@ from typing import Any, assert_never
 
 from rose import wire
 from rose.core.effects import Say
-from rose.core.events import DrainRequested, GateOverridden, ReclaimRequested
+from rose.core.events import ActivityRequested, DrainRequested, GateOverridden, ReclaimRequested
 from rose.core.lifecycle import Phase
 from rose.core.nodeview import ReplicaView
 from rose.core.readings import GateMode
@@ -39,6 +39,8 @@ class Orders:
                 self._view(replica)
                 self._driver.decide(DrainRequested(replica, drain))
                 return {"state": self._view(replica).state}
+            case wire.ActivityRequest(replica=replica, active=active):
+                return self._activity(replica, active)
             case wire.PinRequest(job=job, version=version):
                 return self._pin(job, version)
             case _:
@@ -52,6 +54,13 @@ class Orders:
         memory = self._view(replica).memory
         assert memory is not None  # or the request would have been ignored
         return {"kv_budget_blocks": memory.budget_blocks, "state": memory.state}
+
+    def _activity(self, replica: ReplicaId, active: bool) -> dict[str, Any]:
+        self._view(replica)
+        for effect in self._driver.decide(ActivityRequested(replica, active)):
+            if isinstance(effect, Say) and effect.code == "activity_ignored":
+                raise RoseError(f"{replica}: {effect.text}")
+        return {"state": self._view(replica).state}
 
     def _gate(self, replica: ReplicaId, mode: str | None, token_cap: int) -> dict[str, Any]:
         if mode is not None and mode not in _MODES:

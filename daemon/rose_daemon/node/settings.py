@@ -63,6 +63,7 @@ def _replica(config: Config, section: ReplicaConfig) -> ReplicaSettings:
         block_bytes=kv_block_bytes(Path(section.model), section.block_tokens),
         device=config.device.id if section.kind == "opportunistic" else "",
         hardware=config.device.rich_in,
+        follows_leases=section.kind == "opportunistic" and config.memory.inactive_unleased,
     )
 
 

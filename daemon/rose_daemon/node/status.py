@@ -21,7 +21,7 @@ from rose_daemon.telemetry import faults
 from rose_daemon.telemetry.engine_metrics import Averages, EngineMetrics
 
 SCHEMA = 1
-_USABLE = ("ready", "updating", "draining")
+_USABLE = ("ready", "updating", "inactive", "draining")
 
 
 class Surroundings(msgspec.Struct, frozen=True, kw_only=True):
@@ -238,6 +238,9 @@ def _replica(
         "weight_version": replica.weight_version,
         "turns_in_flight": None if turns is None else turns.get(replica.id, 0),
         "leased_to": around.leases.get(replica.id),
+        "active": replica.active,
+        "activation_ms": replica.activation_ms,
+        "kv_resident_bytes": replica.kv_resident_bytes,
         "gate": _gate(replica.gate),
         "memory_state": replica.memory.state if replica.memory else None,
         "cuts": replica.memory.cuts if replica.memory else 0,

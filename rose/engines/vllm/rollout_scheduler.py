@@ -19,7 +19,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.request import RequestStatus
 
-from rose.core.readings import GatePolicy, Unknown
+from rose.core.readings import GateMode, GatePolicy, GateReason, Unknown
 from rose.engines.vllm.kv_elastic import ElasticKv
 from rose.engines.vllm.replica_board import ReplicaBoard
 from rose.engines.vllm.settings import PluginSettings
@@ -197,7 +197,9 @@ class RolloutMixin:
             if new:
                 self._rose_salt(request, f"v{self._rose_version}")
             super().add_request(request)  # type: ignore[misc]
-            if new and not self._rose_kv.fits(request.num_prompt_tokens + 1):
+            if new and self._rose_inactive:
+                self._rose_end([request.request_id], OVER_BUDGET)
+            elif new and not self._rose_kv.fits(request.num_prompt_tokens + 1):
                 self._rose_gate.decide(time.monotonic_ns())  # the budget may have grown since the last step
                 self._rose_apply_budget()
                 self._rose_end_those_too_large([request.request_id])
@@ -256,6 +258,8 @@ class RolloutMixin:
             return
         if isinstance(policy, Unknown):
             return
+        if self._rose_inactive and self.requests:
+            self._rose_end(list(self.requests), KV_BUDGET_CUT)
         wanted = min(policy.kv_budget_blocks or self._rose_kv.total_blocks, self._rose_kv.total_blocks)
         if wanted == self._rose_kv.budget_blocks and self._rose_board.budget_complete:
             self._rose_budget_of = policy
@@ -267,6 +271,14 @@ class RolloutMixin:
             self._rose_end(self._rose_kv.victims(wanted), KV_BUDGET_CUT)
         self._rose_board.budget_complete = self._rose_elastic.resize(wanted, len(self._rose_steps))
         self._rose_end_those_too_large(list(self.requests))
+
+    @property
+    def _rose_inactive(self) -> bool:
+        """Whether the replica has given its memory back, or is about to: then it has no requests."""
+        policy = self._rose_gate.policy
+        if isinstance(policy, Unknown) or policy.mode != GateMode.CLOSED:
+            return False
+        return policy.closed_reason == GateReason.INACTIVE
 
     def _rose_affordable(self, wanted: int) -> int:
         """How far the budget can grow: where memory is shared there may be less, now."""
