@@ -106,7 +106,7 @@ class Engine:
         (manager,) = self.loop.scheduler.kv_cache_manager.coordinator.single_type_managers
         step = {
             block.block_id
-            for request_id in self.loop.in_flight[-1].num_scheduled_tokens
+            for request_id in self.loop.in_flight[-1][0].num_scheduled_tokens
             for block in manager.req_to_blocks.get(request_id, ())
         }
         assert self.worker.mapped[list(step)].all(), "a step without memory"
