@@ -17,6 +17,8 @@ TOKENS_FLOOR = 32
 """The bound from the latency model never falls below this: tiny steps cost 3x throughput, bring nothing."""
 SLACK_TOKENS_MIN = 8
 """Beside running requests a smaller cap than this counts as none, for the same reason."""
+STRICT_DELAY_SHARE = 0.12
+"""In STRICT, the share of its TTFT budget for which an arrival may have to wait for a rollout step in flight."""
 LEASE_NS_MAX = 60 * NS_PER_S
 """No rosed promises to live longer than this; a later `alive_until_ns` means that the clock moved."""
 CLOCK_AHEAD_NS_MAX = NS_PER_S
@@ -50,7 +52,10 @@ class AdmissionGate:
 
     A step admitted to an idle device can still delay a request that arrives the moment after.  STRICT and
     SLACK therefore bound it to T_rollout(n) <= B_TTFT - T_prefill(p99) - margin (paper), with the latency
-    model calibrated by `observe_step`; before that, only the policy's cap applies.  Beside an idle engine the
+    model calibrated by `observe_step`; before that, only the policy's cap applies.  T_prefill is predicted,
+    and observed only where it cannot be: what was observed contains waits that rollout itself caused.  STRICT
+    also bounds the step to STRICT_DELAY_SHARE of the budget: it is to be felt less than what the budget would
+    allow.  Beside an idle engine the
     bound has a floor, or else a model that once was too pessimistic would never see a step that corrects it.
 
     Beside a serving engine, every mode ends with the lease: when rosed stops renewing `alive_until_ns`
@@ -112,10 +117,12 @@ class AdmissionGate:
         )
 
     def _beside_idle(self, slack: SlackReading, policy: GatePolicy) -> Admission:
-        prefill_ns = slack.prefill_p99_ns
-        if policy.mode == GateMode.SLACK:
-            prefill_ns = slack.prefill_predicted_ns or prefill_ns
-        tokens = self._idle_cap(_arrival_budget_ns(slack, policy) - prefill_ns, policy)
+        budget_ns = _arrival_budget_ns(slack, policy)
+        prefill_ns = slack.prefill_predicted_ns or slack.prefill_p99_ns
+        bearable_ns = budget_ns - prefill_ns - self._margin_ns(policy)
+        if policy.mode == GateMode.STRICT:
+            bearable_ns = min(bearable_ns, round(STRICT_DELAY_SHARE * budget_ns))
+        tokens = self._idle_cap(bearable_ns, policy)
         return Admission(tokens, policy.alive_until_ns, GateReason.OPEN_IDLE)
 
     def _beside_decodes(
@@ -151,12 +158,11 @@ class AdmissionGate:
     def _margin_ns(self, policy: GatePolicy) -> int:
         return max(policy.margin_ns, self.latency.margin_ns())
 
-    def _idle_cap(self, left_ns: int, policy: GatePolicy) -> int:
-        """The policy's cap, less what an unlucky new arrival could not bear that has this much to spare."""
+    def _idle_cap(self, bearable_ns: int, policy: GatePolicy) -> int:
+        """The policy's cap, less what an unlucky new arrival could not bear."""
         cap = self._policy_cap(policy)
         if not self.latency.calibrated:
             return cap
-        bearable_ns = left_ns - self._margin_ns(policy)
         return min(cap, max(self._tokens_floor, self.latency.largest_within(bearable_ns, cap)))
 
 

@@ -26,6 +26,7 @@ STRICT = GatePolicy(
     tpot_slo_ns=ms_to_ns(60),
     margin_ns=ms_to_ns(5),
 )
+SLACK = STRICT._replace(mode=GateMode.SLACK)
 unknowns = st.builds(Unknown, st.text(max_size=12), st.none() | st.integers())
 modes_that_obey_serving = st.sampled_from([GateMode.CLOSED, GateMode.STRICT, GateMode.SLACK])
 
@@ -135,16 +136,28 @@ def test_without_a_cap_the_engine_s_own_limit_applies() -> None:
 def test_steps_are_no_longer_than_a_new_arrival_could_bear() -> None:
     """250 ms budget - 100 ms prefill - 5 ms margin leaves 145 ms, at 1 ms a token."""
     slack = IDLE._replace(prefill_p99_ns=ms_to_ns(100))
-    assert calibrated(token_ms=1).decide(slack, STRICT, NOW_NS).tokens in {144, 145}
+    assert calibrated(token_ms=1).decide(slack, SLACK, NOW_NS).tokens in {144, 145}
+    predicted = slack._replace(prefill_predicted_ns=ms_to_ns(200))
+    assert calibrated(token_ms=1).decide(predicted, SLACK, NOW_NS).tokens in {44, 45}
+
+
+def test_strict_steps_are_felt_less_than_the_budget_would_allow() -> None:
+    """12% of 250 ms, whatever the steps' error; what is predicted counts, not what was suffered."""
+    assert calibrated(token_ms=0.1).decide(IDLE, STRICT, NOW_NS).tokens in range(295, 305)
+    suffered = IDLE._replace(prefill_p99_ns=ms_to_ns(281), prefill_predicted_ns=ms_to_ns(60))
+    assert calibrated(token_ms=0.1).decide(suffered, STRICT, NOW_NS).tokens in range(295, 305)
+    assert calibrated(token_ms=0.1).decide(suffered, SLACK, NOW_NS).tokens == 512
+    late = IDLE._replace(prefill_predicted_ns=ms_to_ns(235))
+    assert calibrated(token_ms=0.1).decide(late, STRICT, NOW_NS).tokens in range(95, 105)
 
 
 def test_the_margin_follows_what_steps_outlast_their_prediction_by() -> None:
     unsteady = calibrated(token_ms=1)
-    steady_tokens = unsteady.decide(IDLE, STRICT, NOW_NS).tokens
+    steady_tokens = unsteady.decide(IDLE, SLACK, NOW_NS).tokens
     for index in range(300):
         for tokens in (1, 8, 64, 512):
             unsteady.observe_step(tokens, ms_to_ns(tokens + (100 if index % 5 == 0 else 0)))
-    assert unsteady.decide(IDLE, STRICT, NOW_NS).tokens < steady_tokens - 50
+    assert unsteady.decide(IDLE, SLACK, NOW_NS).tokens < steady_tokens - 50
 
 
 def test_the_bound_never_falls_below_the_floor_but_the_policy_s_cap_may() -> None:
