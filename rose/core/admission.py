@@ -18,7 +18,7 @@ TOKENS_FLOOR = 32
 SLACK_TOKENS_MIN = 8
 """Beside running requests a smaller cap than this counts as none, for the same reason."""
 STRICT_DELAY_SHARE = 0.12
-"""In STRICT, the share of its TTFT budget for which an arrival may have to wait for a rollout step in flight."""
+"""In STRICT, the share of its TTFT budget that an arrival may have to wait for a rollout step in flight."""
 LEASE_NS_MAX = 60 * NS_PER_S
 """No rosed promises to live longer than this; a later `alive_until_ns` means that the clock moved."""
 CLOCK_AHEAD_NS_MAX = NS_PER_S
