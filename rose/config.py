@@ -182,7 +182,8 @@ class AdmissionConfig(_Section, frozen=True):
     margin_ms: float = 5
     """Safety margin on every predicted duration."""
     board_stale_ms: float = 1000
-    """A board older than this is unknown, and closes the gate."""
+    """A board older than this is unknown, and closes the gate; at least 300, as idle engines write theirs
+    every 100 ms."""
 
 
 class MemoryConfig(_Section, frozen=True):

@@ -13,6 +13,7 @@ from urllib.parse import SplitResult, urlsplit
 import msgspec
 
 from rose.core.admission import LEASE_NS_MAX
+from rose.core.readings import BOARD_STALE_MS_MIN, HEARTBEAT_MS
 from rose.errors import ConfigError
 from rose.units import MIB, NS_PER_MS
 
@@ -171,6 +172,12 @@ def _check_ports(config: Config, refuse: _Refuse) -> None:
 
 
 def _check_shares(config: Config, refuse: _Refuse) -> None:
+    if config.admission.board_stale_ms < BOARD_STALE_MS_MIN:
+        refuse(
+            "admission.board_stale_ms",
+            f"must be at least {BOARD_STALE_MS_MIN}",
+            f"idle engines write their boards every {HEARTBEAT_MS} ms: with less, gates would flap",
+        )
     if not 0 < config.memory.cut_share < 1:
         refuse("memory.cut_share", "must lie between 0 and 1")
     if not 0 <= config.memory.headroom_share < 1:

@@ -64,11 +64,14 @@ class AdmissionGate:
     or its board goes away.  It is closed by the operator alone, or while no policy was ever seen.
     """
 
-    def __init__(self, *, step_tokens_max: int, tokens_floor: int = TOKENS_FLOOR) -> None:
+    def __init__(
+        self, *, step_tokens_max: int, tokens_floor: int = TOKENS_FLOOR, overlaps: bool = False
+    ) -> None:
         if step_tokens_max <= 0 or tokens_floor <= 0:
             raise ValueError(f"token limits must be above 0: {step_tokens_max=}, {tokens_floor=}")
         self._step_tokens_max = step_tokens_max
         self._tokens_floor = tokens_floor
+        self._overlaps = overlaps
         self._last_policy: GatePolicy | None = None
         self._shared_latency = SharedStepLatency()
         self.lessons = 0
@@ -76,8 +79,17 @@ class AdmissionGate:
 
     @property
     def latency(self) -> StepLatency:
-        """T_rollout.  Engines take turns on the device, so it is that of steps alone."""
+        """T_rollout of steps that have the device alone."""
         return self._shared_latency.model()
+
+    @property
+    def latency_beside(self) -> StepLatency:
+        """T_rollout of steps beside serving.
+
+        Engines that take turns need as long as alone, as the other's time is counted apart; engines that
+        overlap (MPS) slow each other down, and it is what such steps were seen to take.
+        """
+        return self._shared_latency.model(co_running=1) if self._overlaps else self.latency
 
     def observe_step(self, tokens: int, duration_ns: int, *, co_running: int = 0) -> None:
         """A rollout step took `duration_ns`, beside serving of that load; empty steps teach nothing."""
@@ -129,18 +141,19 @@ class AdmissionGate:
         self, slack: SlackReading, policy: GatePolicy, now_ns: int, in_flight_ns: int
     ) -> Admission | None:
         """As many tokens as fit in the slack and in what an arrival could bear; None where STRICT decides."""
-        if not _only_decodes(slack, policy) or not self.latency.calibrated or slack.decode_predicted_ns <= 0:
+        latency = self.latency_beside
+        if not _only_decodes(slack, policy) or not latency.calibrated or slack.decode_predicted_ns <= 0:
             return None
-        margin_ns = self._margin_ns(policy)
+        margin_ns = max(policy.margin_ns, latency.margin_ns())
         prefill_ns = slack.prefill_predicted_ns or slack.prefill_p99_ns
         # Whoever arrives now waits for the decode step in flight as well (ours).
         bearable_ns = _arrival_budget_ns(slack, policy) - slack.decode_predicted_ns - prefill_ns - margin_ns
         end_ns = slack.tpot_deadline_ns - margin_ns
         left_ns = min(end_ns - now_ns, bearable_ns) - max(0, in_flight_ns)
-        tokens = self.latency.largest_within(left_ns, self._policy_cap(policy))
+        tokens = latency.largest_within(left_ns, self._policy_cap(policy))
         if tokens < min(SLACK_TOKENS_MIN, self._policy_cap(policy)):
             return Admission(0, NEVER, GateReason.SLACK_TOO_SMALL)  # time alone only makes it smaller
-        latest_start_ns = end_ns - self.latency.predict_ns(tokens) - max(0, in_flight_ns)
+        latest_start_ns = end_ns - latency.predict_ns(tokens) - max(0, in_flight_ns)
         return Admission(tokens, min(policy.alive_until_ns, latest_start_ns), GateReason.OPEN_SLACK)
 
     def _dedicated(self, known: GatePolicy | None) -> Admission:

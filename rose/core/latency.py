@@ -206,12 +206,17 @@ class SharedStepLatency:
 
 
 class ServingLatency:
-    """T_prefill and T_decode of a serving engine whose steps take at most `step_tokens_max` tokens."""
+    """T_prefill and T_decode of a serving engine whose steps take at most `step_tokens_max` tokens.
 
-    def __init__(self, step_tokens_max: int) -> None:
+    Where engines overlap on the device (`overlaps`), predictions are for steps beside rollout, as soon as
+    enough of those were seen.
+    """
+
+    def __init__(self, step_tokens_max: int, *, overlaps: bool = False) -> None:
         if step_tokens_max <= 0:
             raise ValueError(f"a step must take a token, not {step_tokens_max=}")
         self._step_tokens_max = step_tokens_max
+        self._overlaps = overlaps
         self.prefill = SharedStepLatency()
         self.decode = SharedStepLatency()
         self.drift_permille = _NO_DRIFT
@@ -223,12 +228,24 @@ class ServingLatency:
             self.prefill.observe(prompt_tokens, duration_ns, co_running=co_running)
         else:
             self.decode.observe(decodes, duration_ns, co_running=co_running)
-        drifts = (self.prefill.model().drift_permille, self.decode.model().drift_permille)
+        drifts = (self._model(self.prefill).drift_permille, self._model(self.decode).drift_permille)
         self.drift_permille = max(drifts, key=lambda drift: abs(drift - _NO_DRIFT))
+
+    def _model(self, kind: SharedStepLatency, co_running: int = 0) -> StepLatency:
+        beside = kind.model(co_running=1)
+        return beside if co_running or (self._overlaps and beside.calibrated) else kind.model()
+
+    def prefill_margin_ns(self) -> int:
+        """By how much prefills outlast their prediction."""
+        return self._model(self.prefill).margin_ns()
+
+    def decode_margin_ns(self) -> int:
+        """By how much decode steps outlast their prediction."""
+        return self._model(self.decode).margin_ns()
 
     def prefill_ns(self, prompt_tokens: int, *, co_running: int = 0) -> int:
         """T_prefill: how long these prompt tokens take, in as many steps as they need; 0 if not known."""
-        model = self.prefill.model(co_running=co_running)
+        model = self._model(self.prefill, co_running)
         if not model.calibrated:
             return 0
         full, rest = divmod(max(0, prompt_tokens), self._step_tokens_max)
@@ -236,5 +253,5 @@ class ServingLatency:
 
     def decode_ns(self, batch: int, *, co_running: int = 0) -> int:
         """T_decode: how long a step with `batch` decoding sequences takes; 0 if not known."""
-        model = self.decode.model(co_running=co_running)
+        model = self._model(self.decode, co_running)
         return model.predict_ns(batch) if model.calibrated else 0

@@ -19,6 +19,12 @@ NEVER = 1 << 62
 """A deadline that does not exist (no request waits for it)."""
 
 
+HEARTBEAT_MS = 100
+"""An idle engine says so on its board this often."""
+BOARD_STALE_MS_MIN = 3 * HEARTBEAT_MS
+"""A board may be this old before it is stale: a heartbeat may come late, and gates must not flap for it."""
+
+
 class Unknown(msgspec.Struct, frozen=True):
     """A reading that could not be had.
 

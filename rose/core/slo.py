@@ -96,8 +96,10 @@ class SlackTracker:
     Until `latency` has seen enough steps its predictions are 0, and deadlines are not reduced.
     """
 
-    def __init__(self, budgets: SloBudgets, step_tokens_max: int = STEP_TOKENS_MAX) -> None:
-        self.latency = ServingLatency(step_tokens_max)
+    def __init__(
+        self, budgets: SloBudgets, step_tokens_max: int = STEP_TOKENS_MAX, *, overlaps: bool = False
+    ) -> None:
+        self.latency = ServingLatency(step_tokens_max, overlaps=overlaps)
         self._budgets = budgets
         self._paces = {budgets.tpot_ns: DecodePace(budgets.tpot_ns)}
         self._requests: dict[str, TrackedRequest] = {}
@@ -260,7 +262,7 @@ class SlackTracker:
             earliest_ns = min(earliest_ns, request.arrival_ns + request.ttft_ns - prefill_ns(ahead_tokens))
         if len(self._awaiting) > QUEUE_SCAN_MAX:
             earliest_ns = min(earliest_ns, due_ns - prefill_ns(self._pending_prefill_tokens))
-        return earliest_ns - self.latency.prefill.model().margin_ns()
+        return earliest_ns - self.latency.prefill_margin_ns()
 
     def tpot_deadline_ns(self) -> int:
         """Latest instant to give the device to the decoding requests so that all keep B_TPOT, or NEVER.
@@ -271,7 +273,7 @@ class SlackTracker:
         due_ns = self._tpot_due_ns()
         if due_ns == NEVER:
             return NEVER
-        return due_ns - self.decode_ns() - self.latency.decode.model().margin_ns()
+        return due_ns - self.decode_ns() - self.latency.decode_margin_ns()
 
     def decode_ns(self) -> int:
         """T_decode of the requests that decode now; 0 if there is none, or it is not known."""
@@ -283,7 +285,7 @@ class SlackTracker:
         if known_ns is None:
             known_ns = self.latency.prefill_ns(self._prompts.value())
             if known_ns:
-                known_ns += self.latency.prefill.model().margin_ns()
+                known_ns += self.latency.prefill_margin_ns()
             self._prefill_p99_predicted_ns = known_ns
         return known_ns
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +15,9 @@ from rich.console import Console
 from rose.boards import BoardPaths, BoardReader
 from rose.core.readings import NEVER, GateMode, SlackReading, Unknown
 from rose.engines.vllm.settings import PluginSettings
+from rose.engines.vllm.slack_board import RankShape
 from rose.engines.vllm.slo_class import HEADER
-from rose.units import ms_to_ns
+from rose.units import NS_PER_S, ms_to_ns
 
 pytestmark = pytest.mark.engine
 
@@ -153,6 +155,37 @@ def test_each_request_is_held_to_the_budgets_of_its_class(configs: dict[str, Any
                 assert reading.tpot_deadline_ns <= reading.step_end_ns + 2 * tpot_ms * MS
     reading = serving.read()
     assert reading.tpot_deadline_ns > reading.step_end_ns + 60 * MS  # the demanding one is gone
+
+
+@pytest.mark.parametrize(
+    ("role", "prefills", "decodes"),
+    [("kv_producer", True, False), ("kv_consumer", False, True), ("kv_both", True, True)],
+)
+def test_the_role_of_a_disaggregated_engine_is_read_from_vllms_own_configuration(
+    configs: dict[str, Any], role: Any, prefills: bool, decodes: bool
+) -> None:
+    from vllm.config import KVTransferConfig  # noqa: PLC0415
+
+    transfer = KVTransferConfig(kv_connector="NixlConnector", kv_role=role)
+    parallel = configs["sync"].parallel_config
+    engine = SimpleNamespace(parallel_config=parallel, kv_transfer_config=transfer)
+    assert RankShape.of(engine) == RankShape(0, prefills, decodes)
+    assert RankShape.of(configs["sync"]) == RankShape()
+
+
+@pytest.mark.parametrize("shift_s", [3600, -3600])
+def test_a_wall_clock_that_is_set_moves_no_deadline(
+    configs: dict[str, Any], run_dir: Path, shift_s: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM stamps arrivals by the wall clock, in another process; it may be an hour off by the next call."""
+    serving = Serving(configs, run_dir)
+    wall_ns = time.time_ns
+    monkeypatch.setattr(time, "time_ns", lambda: wall_ns() + shift_s * NS_PER_S)
+    serving.loop.add("a", list(range(20)), 4)
+    deadline_ns = serving.read().ttft_deadline_ns
+    assert 200 * MS < deadline_ns - time.monotonic_ns() <= 250 * MS
+    serving.until_idle()
+    assert serving.read().prefill_p99_ns < NS_PER_S
 
 
 class Rollout:

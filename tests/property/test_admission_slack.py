@@ -150,6 +150,19 @@ def test_a_gate_that_only_ever_ran_beside_serving_is_cautious() -> None:
     assert gate.decide(DECODING, SLACK, NOW_NS).tokens in {64, 65}
 
 
+def test_engines_that_overlap_decide_by_steps_that_ran_together() -> None:
+    """Alone a token takes 0.5 ms, together 1 ms.  Before that was seen, SLACK decides as STRICT does."""
+    gate = AdmissionGate(step_tokens_max=STEP_TOKENS_MAX, overlaps=True)
+    for tokens in (1, 2, 8, 32, 64, 128, 256, 512):
+        gate.observe_step(tokens, ms_to_ns(5 + tokens * 0.5))
+    assert gate.decide(DECODING, SLACK, NOW_NS).reason == GateReason.SERVING_RUNNING
+    assert gate.decide(IDLE, SLACK, NOW_NS).reason == GateReason.OPEN_IDLE
+    for tokens in (1, 2, 8, 32, 64, 128, 256, 512):
+        gate.observe_step(tokens, ms_to_ns(10 + tokens), co_running=1)
+    assert gate.decide(DECODING, SLACK, NOW_NS).tokens in {64, 65}
+    assert gate.latency.predict_ns(100) < gate.latency_beside.predict_ns(100)
+
+
 # ---- properties ---------------------------------------------------------------------------------
 
 

@@ -59,6 +59,7 @@ def test_the_templates_replica_loads_once_uncommented() -> None:
         ({"node": {"heartbeat_ms": float("inf")}}, "node.heartbeat_ms"),
         ({"node": {"id": "a/../b"}}, "node.id"),
         ({"node": {"gate_lease_ms": 60}}, "node.gate_lease_ms"),
+        ({"admission": {"board_stale_ms": 299}}, "admission.board_stale_ms"),
         ({"node": {"gate_lease_ms": 60_001}}, "node.gate_lease_ms"),
         ({"node": {"restart_backoff_s": 90}}, "node.restart_backoff_max_s"),
         ({"schema": 9}, "schema"),

@@ -11,6 +11,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
+from rose.engines.vllm import endpoints
 from rose.engines.vllm.endpoints import RoseEndpoints
 from rose.engines.vllm.settings import PluginSettings
 
@@ -26,6 +27,7 @@ class Core:
         self.hold = ""
         self.reached = asyncio.Event()
         self.go_on = asyncio.Event()
+        self.stagings = 0
         self.engine_core = self
 
     async def _call(self, name: str, answer: Any = None) -> Any:
@@ -38,6 +40,10 @@ class Core:
         return answer
 
     async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+        await asyncio.sleep(0)
+        if method == "rose_stage_state" and self.stagings:
+            self.stagings -= 1
+            return [{"state": "staging"}]
         answers = {
             "rose_stage_weights": {"state": "staging"},
             "rose_stage_state": {"state": "staged", "changed": 3, "stage_ms": 1.0},
@@ -72,10 +78,10 @@ def client(core: Core, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> httpx
     )
     for name, value in settings.to_environ().items():
         monkeypatch.setenv(name, value)
-    endpoints = RoseEndpoints()
-    endpoints._engine = core
+    routes = RoseEndpoints()
+    routes._engine = core
     app = FastAPI()
-    endpoints.attach_router(app)
+    routes.attach_router(app)
     return httpx.AsyncClient(
         transport=httpx.ASGITransport(app, raise_app_exceptions=False),
         base_url="http://engine",
@@ -117,3 +123,30 @@ async def test_an_update_that_nobody_waits_for_is_still_made_whole(
     assert second.json()["error"] == "busy"
     core.go_on.set()
     await until(lambda: core.calls == CYCLE)
+
+
+async def test_a_long_staging_rings_for_its_questions_only(
+    core: Core, client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A ring ends the wait of a closed gate: one every 2 ms would make an idle engine spin for minutes."""
+    rings: list[int] = []
+    monkeypatch.setattr(endpoints.GateBell, "ring", lambda self: rings.append(len(core.calls)))
+    core.stagings = 12  # about a fifth of a second
+    assert (await client.post("/rose/v1/weights/update", json=BODY)).status_code == 200
+    questions = core.calls.index("pause") + 12
+    assert 0 < sum(asked < core.calls.index("pause") for asked in rings) <= 2 * questions
+
+
+async def test_a_call_that_waits_long_is_rung_for_less_and_less(
+    core: Core, client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rings: list[int] = []
+    monkeypatch.setattr(endpoints.GateBell, "ring", lambda self: rings.append(1))
+    core.hold = "apply_weights"
+    asking = asyncio.create_task(client.post("/rose/v1/weights/update", json=BODY))
+    await core.reached.wait()
+    rings.clear()
+    await asyncio.sleep(0.3)
+    assert 1 <= len(rings) < 30
+    core.go_on.set()
+    assert (await asking).status_code == 200

@@ -155,6 +155,27 @@ def test_serving_has_models_of_prefill_and_of_decode() -> None:
     assert latency.drift_permille == 1000
 
 
+def test_engines_that_overlap_are_predicted_as_they_run_together_once_that_was_seen() -> None:
+    turns, overlap = ServingLatency(256), ServingLatency(256, overlaps=True)
+    for load in (1, 4, 16, 64, 256, 128, 3, 5):
+        for latency in (turns, overlap):
+            latency.observe(load, 9, affine(load))
+            latency.observe(0, load, affine(load))
+    assert overlap.prefill_ns(100) == turns.prefill_ns(100)
+    for load in (1, 4, 16, 64, 256, 128, 3, 5):
+        for latency in (turns, overlap):
+            latency.observe(load, 9, 3 * affine(load), co_running=1)
+            latency.observe(0, load, 2 * affine(load), co_running=1)
+    assert abs(overlap.prefill_ns(100) - 3 * turns.prefill_ns(100)) < 3000
+    assert abs(overlap.decode_ns(16) - 2 * turns.decode_ns(16)) < 3000
+    assert abs(turns.prefill_ns(100, co_running=1) - 3 * turns.prefill_ns(100)) < 3000
+    assert overlap.prefill_margin_ns() < 3000
+    for load in [*range(1, 60)] * 3:  # ever longer together
+        overlap.observe(load, 9, 6 * affine(load), co_running=1)
+    assert overlap.prefill_margin_ns() > affine(20)
+    assert overlap.drift_permille > 1000 or overlap.prefill_ns(100) > 5 * turns.prefill_ns(100)
+
+
 def test_a_step_that_takes_nothing_is_no_engine() -> None:
     with pytest.raises(ValueError, match="must take a token"):
         ServingLatency(0)

@@ -179,6 +179,7 @@ def test_the_operator_is_told_what_to_put_into_the_serving_launch(tmp_path: Path
     assert shown.stdout.splitlines() == [
         f"export CUDA_MPS_PIPE_DIRECTORY={tmp_path}/{UUID}/pipe",
         f"export CUDA_VISIBLE_DEVICES={UUID}",
+        "export ROSE_ENGINE_OVERLAPS=1",
     ]
     assert "MPS runs" in runner.invoke(command.app, ["start", "--config", str(path)]).stdout
     assert "MPS is stopped" in runner.invoke(command.app, ["stop", "--config", str(path)]).stdout

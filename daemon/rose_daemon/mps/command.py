@@ -8,6 +8,7 @@ import typer
 
 from rose import config as configuration
 from rose.cli.options import ConfigOption
+from rose.engines.vllm.settings import PluginSettings
 from rose.errors import ConfigError
 from rose_daemon.mps.control import MpsControl, open_control
 
@@ -22,7 +23,8 @@ def mps() -> None:
 @app.command()
 def env(config: ConfigOption = None) -> None:
     """Print what the serving engine's environment needs: eval it before the engine is started."""
-    for name, value in _control(config).plan.serving_environ().items():
+    overlaps = {f"{PluginSettings.PREFIX}OVERLAPS": "1"}  # predict steps that have the device together
+    for name, value in (_control(config).plan.serving_environ() | overlaps).items():
         print(f"export {name}={shlex.quote(value)}")
 
 

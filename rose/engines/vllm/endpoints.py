@@ -27,7 +27,8 @@ from rose.errors import ConfigError
 
 _POLL_S = (0.002, 0.02)
 """Shortest and longest pause between questions how a staging goes."""
-_RING_S = 0.002
+_RING_S = (0.002, 0.05)
+"""Shortest and longest pause between rings while a call waits for its answer."""
 _AFTER_S = 0.003
 """From the HTTP layer to the core loop's inbox takes about this long."""
 _BODY_BYTES_MAX = 1 << 20
@@ -142,16 +143,16 @@ class RoseEndpoints:
         return await asyncio.shield(self._updating)
 
     async def _bring_to_version(self, body: UpdateRequest) -> Response:
+        started = time.monotonic()
+        staged = await self._stage(body)
+        if staged["state"] != "staged":
+            return _refused(staged)
+        pausing = time.monotonic()
         async with self._bell.ringing():
-            started = time.monotonic()
-            staged = await self._stage(body)
-            if staged["state"] != "staged":
-                return _refused(staged)
-            pausing = time.monotonic()
             outcome = await self._apply(body)
-            if "error" in outcome:
-                return _refused(outcome)
-            ended = time.monotonic()
+        if "error" in outcome:
+            return _refused(outcome)
+        ended = time.monotonic()
         ms = {
             "stage": staged["stage_ms"],
             "pause": (ended - pausing) * 1e3,
@@ -183,7 +184,8 @@ class RoseEndpoints:
             await self._engine.resume_generation()
 
     async def _worker(self, method: str, *arguments: Any) -> dict[str, Any]:
-        answers: list[dict[str, Any]] = await self._engine.collective_rpc(method, args=arguments)
+        async with self._bell.ringing():
+            answers: list[dict[str, Any]] = await self._engine.collective_rpc(method, args=arguments)
         assert len(answers) == 1, "live weights are for one worker"
         return answers[0]
 
@@ -191,8 +193,7 @@ class RoseEndpoints:
 
     async def weight_digests(self, request: Request) -> Response:
         """Digest of every live parameter, by checkpoint name, computed now."""
-        async with self._bell.ringing():
-            return _json(200, await self._worker("rose_weight_digests"))
+        return _json(200, await self._worker("rose_weight_digests"))
 
     async def abort(self, request: Request) -> Response:
         """End requests; their clients get what they have so far, with finish_reason `abort`."""
@@ -228,12 +229,17 @@ class GateBell:
 
     @contextlib.asynccontextmanager
     async def ringing(self) -> AsyncIterator[None]:
-        """Ring again and again, so that every call made meanwhile is served at once."""
+        """Ring again and again, so that a call made meanwhile is served at once; less and less often.
+
+        A ring may come before the call has reached the core loop, and end the wait in vain.
+        """
 
         async def keep_ringing() -> None:
+            pause_s = _RING_S[0]
             while True:
                 self.ring()
-                await asyncio.sleep(_RING_S)
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, _RING_S[1])
 
         task = asyncio.create_task(keep_ringing())
         try:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from rose.boards import BoardWriter
 from rose.core.latency import WindowQuantile
-from rose.core.readings import LimitStatus, ReplicaReading, Unknown
+from rose.core.readings import HEARTBEAT_MS, LimitStatus, ReplicaReading, Unknown
 from rose.engines.vllm.kv_elastic import ElasticKv
 from rose.engines.vllm.settings import PluginSettings
 from rose.engines.vllm.step_gate import StepGate
@@ -48,7 +48,7 @@ class ReplicaBoard:
         """Whether all blocks above the budget are parked."""
         self._shares_device = bool(settings.serving_names)
         self._in_flight = 0
-        self._period_ns = ms_to_ns(settings.board_stale_ms) // 4
+        self._period_ns = ms_to_ns(HEARTBEAT_MS)
         self._heartbeat = heartbeat
         threading.Thread(target=self._beat, name="rose-replica", daemon=True).start()
 

@@ -48,6 +48,7 @@ class PluginSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     slo_token_file: str = ""
     """Serving only: file with the token of callers whose classes are honoured; empty: the engines' own."""
     board_stale_ms: float = 1000
+    """Age at which a board is unknown."""
     slack_stale_ms: float = 0
     """Rollout only: age at which a serving engine's board is unknown; 0: as every board."""
     worker_cpus: str = ""
@@ -67,6 +68,9 @@ class PluginSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     engine lends what it leaves unused.  0: each has its own."""
     kv_headroom_share: float = 0.2
     """Rollout only: share of it that is left free for serving."""
+    overlaps: bool = False
+    """Serving and rollout run on the device at the same time (MPS), instead of taking turns: predictions are
+    for steps that have it together."""
     allow_untested: bool = False
     """Load beside a vLLM release that was not tested."""
 

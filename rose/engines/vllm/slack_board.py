@@ -11,14 +11,13 @@ from collections import deque
 from typing import Any, NamedTuple
 
 from rose.boards import BoardWriter
-from rose.core.readings import NEVER, SlackReading
+from rose.core.readings import HEARTBEAT_MS, NEVER, SlackReading
 from rose.core.slo import SlackTracker
 from rose.engines.vllm.neighbours import Neighbours
 from rose.engines.vllm.settings import PluginSettings
 from rose.engines.vllm.step_gate import GateBells
 from rose.engines.vllm.step_log import StepLog
 from rose.profile import Profile
-from rose.units import ms_to_ns
 
 _LEARN_DECODES_EVERY = 8
 """One decode step in so many calibrates: neighbouring ones are alike, and each costs some microseconds."""
@@ -98,7 +97,7 @@ class SlackBoard:
         self._last: SlackReading | None = None
         slo = settings.slo_table
         self._ttft_budget_ns = slo.tightest_ttft_ns
-        self.tracker = SlackTracker(slo.default, step_tokens_max)
+        self.tracker = SlackTracker(slo.default, step_tokens_max, overlaps=settings.overlaps)
         self._steps: deque[_Step] = deque()
         self.overhead_ns = 0
         """What the plugin cost since the latest step began, while the device waited."""
@@ -106,10 +105,7 @@ class SlackBoard:
         """What it cost besides, while the device worked."""
         self.step_start_ns = self.step_end_ns = self.steps = self.busy_ns = 0
         self.arrivals = self.preemptions = self._step_overhead_ns = self._step_deferred_ns = 0
-        beat = threading.Thread(
-            target=self._beat, args=(ms_to_ns(settings.board_stale_ms) / 4e9,), name="rose-slack", daemon=True
-        )
-        beat.start()
+        threading.Thread(target=self._beat, name="rose-slack", daemon=True).start()
 
     def start_from(self, profile: Profile) -> None:
         """Let the latency models begin with what was measured beforehand."""
@@ -182,13 +178,13 @@ class SlackBoard:
         elif last is not None and reading.step_end_ns != last.step_end_ns and not tracker.awaiting:
             self._bells.nudge()  # tokens came: whoever found the slack too small may look again
 
-    def _beat(self, period_s: float) -> None:
+    def _beat(self) -> None:
         """An idle engine says so again and again: silence means that it hangs or is gone."""
         while True:
             now_ns = time.monotonic_ns()
             self._neighbours.refresh(now_ns)
             self._bells.refresh(now_ns)
-            time.sleep(period_s)
+            time.sleep(HEARTBEAT_MS / 1e3)
             with self._lock:
                 if self._last is not None and _idle(self._last):
                     self._last = self._last._replace(stamp_ns=time.monotonic_ns())

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from rose.boards import Bell, Owner, WatchedBoard
 from rose.core.admission import LEASE_NS_MAX, Admission, AdmissionGate, strictest
+from rose.core.latency import StepLatency
 from rose.core.readings import GateMode, GatePolicy, GateTransition, LimitStatus, SlackReading, Unknown
 from rose.engines.vllm.settings import PluginSettings
 from rose.profile import Profile
@@ -55,7 +56,7 @@ class StepGate:
         self._journal = RingWriter(boards.transitions(settings.name), GateTransition)
         self._journalled = 0
         self._stale_ns = ms_to_ns(settings.slack_stale_ms or settings.board_stale_ms)
-        self._admission = AdmissionGate(step_tokens_max=step_tokens_max)
+        self._admission = AdmissionGate(step_tokens_max=step_tokens_max, overlaps=settings.overlaps)
         self._serving_steps = _BUSY
         self._unlearnt: list[tuple[StepInFlight, int]] = []
         self._taught_tokens = self._ended = 0
@@ -84,8 +85,7 @@ class StepGate:
                 self._count(self.last, now_ns)
                 return self.last
             ahead_ns = sum(
-                max(0, step.started_ns + self._admission.latency.predict_ns(step.tokens) - now_ns)
-                for step in in_flight
+                max(0, step.started_ns + self._latency.predict_ns(step.tokens) - now_ns) for step in in_flight
             )
             admission = self._admission.decide(slack, self.policy, now_ns, in_flight_ns=ahead_ns)
             if self.last is None or (admission.open, admission.reason) != (self.last.open, self.last.reason):
@@ -115,7 +115,7 @@ class StepGate:
         """Journal what changed, with all that it was decided by."""
         policy = None if isinstance(self.policy, Unknown) else self.policy
         board = slack if isinstance(slack, SlackReading) else _NO_BOARD
-        latency = self._admission.latency
+        latency = self._latency
         self._journalled += 1
         transition = GateTransition(
             at_ns=now_ns,
@@ -270,14 +270,20 @@ class StepGate:
             self._unlearnt.append((step, duration_ns))
 
     @property
+    def _latency(self) -> StepLatency:
+        """The model that decides beside serving, once it does."""
+        beside = self._admission.latency_beside
+        return beside if beside.calibrated else self._admission.latency
+
+    @property
     def drift_permille(self) -> int:
         """Measured over predicted time of recent steps, times 1000."""
-        return self._admission.latency.drift_permille
+        return self._latency.drift_permille
 
     @property
     def margin_ns(self) -> int:
         """The latency model's own margin."""
-        return self._admission.latency.margin_ns()
+        return self._latency.margin_ns()
 
 
 @contextmanager
