@@ -10,8 +10,9 @@ from rose.units import NS_PER_MS, NS_PER_S
 class RoutingSlack(msgspec.Struct, frozen=True, kw_only=True):
     """How much more loaded (1: full) a replica may be than the best, and still be preferred."""
 
-    group: float = 0.25
-    """For holding the prompt of the turn's group (GRPO samples one prompt many times)."""
+    group: float = 0.1875
+    """For holding the prompt of the turn's group (GRPO samples one prompt many times): 3 turns of 16.  With
+    more, groups fill replicas up, and their later turns find no room where their own prefix is."""
     guess: float = 0.25
     """For holding the prefix of what is guessed to be the turn's trajectory: a share of the best's load."""
     hardware: float = 0.25

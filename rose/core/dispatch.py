@@ -26,7 +26,7 @@ from rose.core.readings import NEVER
 from rose.core.routing import Pick, Router, Want
 from rose.core.tokenmix import TokenMix
 from rose.core.turns import Turn, TurnCounts, TurnQueue
-from rose.core.versions import JobVersions, VersionWish
+from rose.core.versions import ANY_VERSION, JobVersions, VersionWish
 from rose.units import JobId, ReplicaId, TrajectoryId, TurnId
 
 AttemptEvent = TurnProgressed | TurnFinished | TurnInterrupted | TurnRefused
@@ -178,8 +178,10 @@ class Dispatcher:
         if job is None or versions is None:
             self._fail(event.turn, 404, "job_unknown", f"no job {event.job!r} is running")
             return
-        wish = VersionWish(event.version_min, event.version_exact)
-        if wish and not job.router.could_run(wish):
+        wish = ANY_VERSION
+        if event.version_min is not None or event.version_exact is not None:
+            wish = VersionWish(event.version_min, event.version_exact)
+        if wish is not ANY_VERSION and not job.router.could_run(wish):
             self._fail(event.turn, 409, "version_unavailable", f"no replica runs {_unmet(wish, versions)}")
             return
         # A guess at the trajectory does not say that the turn continues one.
@@ -190,6 +192,7 @@ class Dispatcher:
         self._turns[turn.id] = job.live[turn.id] = turn
         self._enqueue(job, turn)
         self._drain(job, now_ns)
+        del self._touched[job.job]
         if turn.replica is None and self.counts.queued > self._settings.queue_max:
             self._close(job, turn)
             self._fail(turn.id, 429, "queue_full", f"{self._settings.queue_max} turns wait already")
@@ -263,9 +266,9 @@ class Dispatcher:
     def _current(self, event: AttemptEvent) -> Turn | None:
         """The turn, if the event is about its present attempt."""
         turn = self._turns.get(event.turn)
-        if turn is None or turn.replica != event.replica or event.attempt not in {0, turn.attempt}:
+        if turn is None or turn.replica != event.replica:
             return None
-        return turn
+        return turn if event.attempt in (turn.attempt, 0) else None
 
     def _measure(self, turn: Turn) -> None:
         """A turn finished: note what its task is like, and how long its trajectory is now."""
@@ -381,6 +384,8 @@ class Dispatcher:
         self._effects.append(FailTurn(turn, status, code, text))
 
     def _drain(self, job: JobTurns, now_ns: int) -> None:
+        if not job.queue:
+            return
         if job.router.pop_opened():
             job.queue.wake()
         while not job.paused and job.router.has_room() and (turn := job.queue.head()) is not None:
@@ -427,7 +432,8 @@ class Dispatcher:
             self._groups.put(turn.job, TrajectoryId(turn.group), pick.replica, now_ns)
 
     def _forget(self, trajectories: Iterable[TrajectoryId]) -> None:
-        self._effects.extend(ForgetTrajectory(trajectory) for trajectory in trajectories)
+        for trajectory in trajectories:
+            self._effects.append(ForgetTrajectory(trajectory))
 
 
 def _unmet(wish: VersionWish, versions: JobVersions) -> str:

@@ -67,9 +67,13 @@ class Pins:
     ) -> list[TrajectoryId]:
         """The trajectory runs on `replica` now; answers the trajectories forgotten for it."""
         key = (job, trajectory)
-        tokens = self.tokens(*key) if self.get(*key) == replica else 0
+        pin = self._pins.get(key)
+        if pin is not None and pin.replica == replica:
+            pin.used_ns = now_ns
+            self._pins.move_to_end(key)
+            return []
         self._forget(key)
-        self._pins[key] = _Pin(replica, now_ns, tokens)
+        self._pins[key] = _Pin(replica, now_ns, 0)
         self._on.setdefault(replica, {})[key] = None
         if len(self._pins) <= self._pins_max:
             return []

@@ -36,7 +36,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from rose.core.cluster_settings import RoutingSlack
-from rose.core.versions import VersionWindow, VersionWish
+from rose.core.versions import ANY_VERSION, VersionWindow, VersionWish
 from rose.units import ReplicaId, TurnId, WeightVersion
 
 AFFINITY = "affinity"
@@ -72,7 +72,7 @@ class Want(NamedTuple):
     """The replica that interrupted it last."""
     avoid_strictly: bool = False
     """Its back-off is not over."""
-    versions: VersionWish = VersionWish()
+    versions: VersionWish = ANY_VERSION
     group_pin: ReplicaId | None = None
     """The replica that the turn's group ran on last."""
     hardware: str = ""
@@ -104,13 +104,18 @@ class _Route:
     tokens: int = 0
     most: int | None = None
     """Turns it may run while it is not trusted: 0 while its attempts fail, 1 to try it again."""
+    fit: bool = False
+    """Takes turns of this job, as far as there is room."""
     open: bool = False
     """Takes a turn of this job now."""
-    stamp: int = 0
-    """Heap entries with another stamp are outdated."""
+    entry: _Entry | None = None
+    """Its entry in a heap, no worse than its rank is now; None if it has none."""
+    heap: list[_Entry] | None = None
+    """Where that is.  Other entries of the route, anywhere, are outdated."""
 
 
 _Entry = tuple[bool, float, bool, int, int, _Route]
+"""Gate held, load, gate closed, order of the lease, a number that no other entry has, and the route."""
 
 
 class Router:
@@ -122,9 +127,13 @@ class Router:
         self._slack = slack or RoutingSlack()
         self._routes: dict[ReplicaId, _Route] = {}
         self._heaps: dict[tuple[bool, str], list[_Entry]] = {}
-        """Open replicas by load, per kind and hardware."""
+        """Open replicas by load, per kind and hardware.
+
+        A replica that became more loaded keeps its entry until that comes to the top, and is put where it
+        belongs then: turns come and go, and most of it evens out before anybody looks.
+        """
         self._orders = 0
-        self._stamps = 0
+        self._entries = 0
         self._open_routes = 0
         self._open_dedicated = 0
         self._opened = False
@@ -170,7 +179,7 @@ class Router:
         assert replica not in self._routes, f"{replica} is already routed to"
         self._orders += 1
         route = self._routes[replica] = _Route(replica, serving, self._orders, condition)
-        self._refresh(route)
+        self._refit(route)
 
     def remove(self, replica: ReplicaId) -> None:
         """Its lease ended; no turn may be in flight there any more."""
@@ -178,7 +187,7 @@ class Router:
         assert not route.turns, f"{replica} is removed while it runs {len(route.turns)} turns"
         del self._routes[replica]
         self._count(route, -route.open)
-        route.stamp = -1
+        route.open, route.entry = False, None
 
     def update(self, replica: ReplicaId, condition: Condition) -> None:
         """A newer report of the replica arrived."""
@@ -188,7 +197,7 @@ class Router:
         if condition.weight_version != route.condition.weight_version:
             self._opened = True
         route.condition = condition
-        self._refresh(route)
+        self._refit(route)
 
     def throttle(self, replica: ReplicaId, most: int | None) -> None:
         """Have the replica run so many turns at most (None: up to the cap); those in flight go on."""
@@ -204,7 +213,7 @@ class Router:
         self._cap, self._window = cap, window
         self._opened = True
         for route in self._routes.values():
-            self._refresh(route)
+            self._refit(route)
 
     def begin(self, replica: ReplicaId, turn: TurnId, tokens: int) -> None:
         """A turn was sent to the replica."""
@@ -272,7 +281,7 @@ class Router:
         return Pick(route.id, why) if self._load(route, 1, want.tokens) <= load_max else None
 
     def _suits(self, route: _Route, want: Want) -> bool:
-        return want.versions.admits(route.condition.weight_version)
+        return want.versions is ANY_VERSION or want.versions.admits(route.condition.weight_version)
 
     def _back_to(self, want: Want) -> Pick | None:
         if want.avoid is None or want.avoid_strictly:
@@ -317,8 +326,14 @@ class Router:
         while heap:
             entry = heap[0]
             route = entry[-1]
-            if entry[-2] != route.stamp:
+            if entry is not route.entry:
                 heapq.heappop(heap)
+            elif not route.open:
+                route.entry = None
+                heapq.heappop(heap)
+            elif entry[:3] != (rank := self._entry_rank(route)):
+                route.entry = self._entry(route, rank)
+                heapq.heapreplace(heap, route.entry)
             elif route.id == want.avoid or not self._suits(route, want):
                 aside.append(heapq.heappop(heap))
             else:
@@ -328,32 +343,45 @@ class Router:
             heapq.heappush(heap, entry)
         return found
 
+    def _refit(self, route: _Route) -> None:
+        """Bring the route up to date after a change to its condition or to what the job asks."""
+        condition = route.condition
+        route.fit = condition.takes_turns and self._window.admits(condition.weight_version)
+        self._refresh(route)
+
     def _refresh(self, route: _Route) -> None:
         """Bring the route's place in its heap up to date after any change to it."""
+        most = self._cap if route.most is None else min(self._cap, route.most)
+        is_open = route.fit and len(route.turns) < most
+        if is_open is not route.open:
+            self._count(route, is_open - route.open)
+            self._opened |= is_open
+            route.open = is_open
+        if not is_open:
+            return
         condition = route.condition
-        was_open = route.open
-        route.open = (
-            condition.takes_turns
-            and len(route.turns) < (self._cap if route.most is None else min(self._cap, route.most))
-            and self._window.admits(condition.weight_version)
-        )
-        self._count(route, route.open - was_open)
-        self._opened |= route.open and not was_open
-        self._stamps += 1
-        route.stamp = self._stamps
-        if route.open:
-            heap = self._heaps.setdefault((route.serving, condition.hardware), [])
-            if len(heap) > 2 * len(self._routes) + _HEAP_SLACK:
-                heap[:] = [entry for entry in heap if entry[-2] == entry[-1].stamp]
-                heapq.heapify(heap)
-            heapq.heappush(heap, self._entry(route))
+        heap = self._heaps.get((route.serving, condition.hardware))
+        if heap is None:
+            heap = self._heaps[route.serving, condition.hardware] = []
+        rank = self._entry_rank(route)
+        if route.entry is not None and route.heap is heap and route.entry[:3] <= rank:
+            return  # it is put right when it comes to the top
+        if len(heap) > 2 * len(self._routes) + _HEAP_SLACK:
+            heap[:] = [entry for entry in heap if entry is entry[-1].entry]
+            heapq.heapify(heap)
+        route.entry, route.heap = self._entry(route, rank), heap
+        heapq.heappush(heap, route.entry)
 
     def _count(self, route: _Route, change: int) -> None:
         self._open_routes += change
         if not route.serving:
             self._open_dedicated += change
 
-    def _entry(self, route: _Route) -> _Entry:
+    def _entry_rank(self, route: _Route) -> tuple[bool, float, bool]:
+        """How little a replica invites any turn."""
         condition = route.condition
-        load = self._load(route)
-        return (condition.gate_held, load, not condition.gate_open, route.order, route.stamp, route)
+        return (condition.gate_held, self._load(route), not condition.gate_open)
+
+    def _entry(self, route: _Route, rank: tuple[bool, float, bool]) -> _Entry:
+        self._entries += 1
+        return (*rank, route.order, self._entries, route)

@@ -55,6 +55,10 @@ class VersionWish(NamedTuple):
         return (self.minimum is None or version >= self.minimum) and self.exact in {None, version}
 
 
+ANY_VERSION = VersionWish()
+"""The wish of a turn that has none: most of them, so that it is worth being told apart at a glance."""
+
+
 class JobVersions:
     """One job's published and required versions."""
 

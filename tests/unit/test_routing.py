@@ -227,7 +227,7 @@ def test_pins_go_with_their_replica_and_their_job() -> None:
 def test_a_group_stays_together_until_its_replica_is_much_more_loaded() -> None:
     router = make(a=False, b=False)
     sent = Counter(send(router, f"t{turn}", group_pin=ReplicaId("a")) for turn in range(16))
-    # 0.25 of the cap of 16: a turn joins its group while that has up to 4 turns more than the best.
+    # 3 of the cap of 16: a turn joins its group while that has no more than 3 turns more than the best.
     assert sent["a:group"] + sent.get("a:least_loaded", 0) == 10
     assert sent["b:least_loaded"] == 6
 

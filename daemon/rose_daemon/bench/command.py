@@ -279,3 +279,31 @@ def gateway(
     gateway_report.show(report, console)
     write_reports(report, options.directory, json_file, console)
     raise typer.Exit(report["exit_code"])
+
+
+@app.command()
+def cluster(
+    replicas: Annotated[int, typer.Option(min=4, help="Hosts, with one replica each.")] = 1_000,
+    trajectories: Annotated[int, typer.Option(min=1, help="Trajectories in flight.")] = 16_000,
+    decisions: Annotated[int, typer.Option(min=100, help="Routing decisions to measure.")] = 100_000,
+    group: Annotated[int, typer.Option(min=1, help="Trajectories that share a first prompt.")] = 8,
+    seed: Annotated[int, typer.Option(min=0, help="Of everything that is drawn.")] = 1,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the report here.")] = None,
+) -> None:
+    """What a core of scheduling costs in a large cluster, and how well turns are placed.  Virtual time.
+
+    Exit code 1 when a goal is missed or a turn failed.
+    """
+    from rose_daemon.bench import cluster as bench_cluster  # noqa: PLC0415 - NumPy is not for --help
+    from rose_daemon.bench.cluster_load import ClusterLoad  # noqa: PLC0415
+
+    console = Console(highlight=False)
+    check_report_path(json_file)
+    load = ClusterLoad(
+        replicas=replicas, trajectories=trajectories, decisions=decisions, group=group, seed=seed
+    )
+    report = bench_cluster.measure(load)
+    if json_file is not None:
+        write_report(json_file, report)
+    bench_cluster.show(report, console)
+    raise typer.Exit(0 if report["ok"] else 1)
