@@ -22,7 +22,7 @@ from rose.weights.bits import Words, as_bits
 from rose.weights.container import read_manifest, read_patches
 from rose.weights.digests import digest, fingerprint
 from rose.weights.manifest import Manifest, Parameter, tied_names
-from rose.weights.patches import Patch
+from rose.weights.patches import Patch, digest_patched
 
 _WORD_TYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -251,13 +251,13 @@ class LiveWeights:
 
 def _verify(live: Words, parameter: Parameter, patch: Patch | None) -> None:
     """Prove that the live bytes are the base, and that the patch turns them into the target."""
-    if parameter.base_digest is not None and digest(live) != parameter.base_digest:
-        raise WrongBase(f"{parameter.name}: the live bytes are not those the delta was built on")
     if patch is None:
-        return
-    target = live.copy()
-    target[slice(None) if patch.indices is None else patch.indices] = patch.values
-    if digest(target) != parameter.target_digest:
+        before, after = digest(live), parameter.target_digest
+    else:
+        before, after = digest_patched(live, patch.indices, patch.values)
+    if parameter.base_digest not in (None, before):
+        raise WrongBase(f"{parameter.name}: the live bytes are not those the delta was built on")
+    if after != parameter.target_digest:
         raise CorruptDelta(f"{parameter.name}: the patch does not give the promised bytes")
 
 

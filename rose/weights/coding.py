@@ -25,7 +25,7 @@ from rose.weights.bits import Bits, State, Words, word_dtype
 from rose.weights.boxes import Box
 from rose.weights.digests import digest
 from rose.weights.manifest import BUCKET_BYTES_MAX, Manifest, Parameter, Slice, tied_names
-from rose.weights.patches import Indices, Patch
+from rose.weights.patches import Indices, Patch, digest_patched
 
 Blob = bytes | memoryview | npt.NDArray[np.uint8]
 Fetch = Callable[[Slice], memoryview]
@@ -38,6 +38,7 @@ _GROUP_ELEMENTS_MAX = 256 * MIB
 _MEASURED_ELEMENTS_MAX = 4 * MIB
 """Groups up to this size are coded with fewer classes too: their tables may cost more than they save."""
 _FEWER_CLASSES = (4, 1)
+_OTHER_BASE = "the bytes held are not those that the delta was made on"
 _BUCKET_BYTES = BUCKET_BYTES_MAX - MIB
 """Room for blobs in a bucket; the rest is for its header."""
 _BLOBS_PER_BUCKET_MAX = 1024
@@ -318,10 +319,20 @@ def _decode_slice(
     before = None
     if base is not None and base_digest is not None:
         before = base.words if part.box is None else boxes.take(base.words, base.shape, part.box)
-        if digest(before) != base_digest:
-            raise WrongBase(f"{where}: the bytes held are not those that the delta was made on")
-    decoded = _decode_blob(where, parameter.dtype, _elements(parameter, part), part, blob, tables, before)
-    if digest(decoded.over(before)) != (parameter.target_digest if part.box is None else part.target_digest):
+    try:
+        decoded = _decode_blob(where, parameter.dtype, _elements(parameter, part), part, blob, tables, before)
+    except CorruptDelta:
+        if before is not None and digest(before) != base_digest:
+            raise WrongBase(f"{where}: {_OTHER_BASE}") from None
+        raise
+    held_digest: str | None = None
+    if before is None:
+        found = digest(decoded.values)
+    else:
+        held_digest, found = digest_patched(before, decoded.indices, decoded.values)
+    if held_digest != base_digest:
+        raise WrongBase(f"{where}: {_OTHER_BASE}")
+    if found != (parameter.target_digest if part.box is None else part.target_digest):
         raise CorruptDelta(f"{where}: decodes to other bytes than promised")
     return decoded
 

@@ -30,7 +30,7 @@ from rose.weights.checkpoint import open_checkpoint
 from rose.weights.decoding import manifest_digest
 from rose.weights.digests import DIGEST_PATTERN, digest, digest_state
 from rose.weights.manifest import Digest, Manifest
-from rose.weights.patches import Patch, apply_patch, check_base, check_target, write_patch
+from rose.weights.patches import Patch, check_base, check_target, digest_patched, require_form, write_patch
 from rose.weights.store import version_name
 
 _RECORD_BYTES_MAX = 64 * MIB
@@ -226,11 +226,13 @@ class HostCopy:
         parameters = {parameter.name: parameter for parameter in manifest.parameters}
         for patch in patches:
             bits, parameter = self._state[patch.name], parameters[patch.name]
-            if parameter.base_digest not in (None, digest(bits.words)):
+            require_form(bits, patch)
+            before, after = digest_patched(bits.words, patch.indices, patch.values)
+            if parameter.base_digest not in (None, before):
                 raise CorruptDelta(
                     f"{patch.name}: the copy does not hold the bytes of version {self.version}"
                 )
-            if digest(apply_patch(bits, patch).words) != parameter.target_digest:
+            if after != parameter.target_digest:
                 raise CorruptDelta(f"{patch.name}: the patch does not give the promised bytes")
 
     def _write_undo(self, undo: container.EncodedVersion) -> Path:

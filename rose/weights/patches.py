@@ -7,13 +7,18 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from rose.errors import CorruptDelta, WrongBase
 from rose.weights import manifest as manifests
 from rose.weights.bits import Bits, State, Words
+from rose.weights.digests import digest
 from rose.weights.manifest import Manifest
 
 Indices = npt.NDArray[np.int64]
+
+_BLOCK_BYTES = 1 << 19
+"""Fits a core's own cache beside the block it is copied from."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,16 +38,43 @@ class Patch:
 
 def apply_patch(bits: Bits, patch: Patch) -> Bits:
     """The patched tensor, in memory of its own.  Raises WrongBase if the patch is of another form."""
-    if (bits.dtype, bits.shape) != (patch.dtype, patch.shape):
-        raise WrongBase(f"{patch.name}: {patch.dtype} {patch.shape} cannot patch {bits.dtype} {bits.shape}")
+    require_form(bits, patch)
     patched = bits.copy()
     write_patch(patched, patch)
     return patched
 
 
+def require_form(bits: Bits, patch: Patch) -> None:
+    """Raises WrongBase if the patch is of another form than the tensor."""
+    if (bits.dtype, bits.shape) != (patch.dtype, patch.shape):
+        raise WrongBase(f"{patch.name}: {patch.dtype} {patch.shape} cannot patch {bits.dtype} {bits.shape}")
+
+
 def write_patch(bits: Bits, patch: Patch) -> None:
     """Write the patch over a tensor of its form, in place."""
     bits.words[slice(None) if patch.indices is None else patch.indices] = patch.values
+
+
+def digest_patched(words: Words, indices: Indices | None, values: Words) -> tuple[str, str]:
+    """Digests of a tensor's bytes, and of what they are after a patch (`indices` rising; None: all of it).
+
+    In blocks that stay in the cache: a patched copy of a large tensor would cost more than hashing it twice.
+    """
+    if indices is None:
+        return digest(words), digest(values)
+    before, after = xxhash.xxh3_128(), xxhash.xxh3_128()
+    step = _BLOCK_BYTES // words.itemsize
+    block = np.empty(min(step, words.size), words.dtype)
+    cuts = np.searchsorted(indices, np.arange(0, words.size + step, step))
+    for number, first in enumerate(range(0, words.size, step)):
+        part = words[first : first + step]
+        before.update(part.data)
+        patched = block[: part.size]
+        np.copyto(patched, part)
+        mine = slice(cuts[number], cuts[number + 1])
+        patched[indices[mine] - first] = values[mine]
+        after.update(patched.data)
+    return before.hexdigest(), after.hexdigest()
 
 
 def apply_to_state(state: State, patches: Iterable[Patch]) -> dict[str, Bits]:

@@ -23,7 +23,7 @@ from rose.weights.container import EncodedVersion, decode_patches, read_patches,
 from rose.weights.digests import digest, digest_state
 from rose.weights.encoding import encode_version
 from rose.weights.manifest import BUCKET_BYTES_MAX, MANIFEST_NAME, Manifest
-from rose.weights.patches import Patch, apply_to_state, check_base, check_target
+from rose.weights.patches import Patch, apply_to_state, check_base, check_target, digest_patched
 from rose.weights.shards import Demand, plan_buckets
 
 V0, V1 = WeightVersion(0), WeightVersion(1)
@@ -430,3 +430,19 @@ def test_patches_own_no_trap_for_the_engine() -> None:
         assert patch.values.flags.c_contiguous
         assert patch.values.flags.aligned
         assert patch.indices is None or patch.indices.dtype == np.int64
+
+
+@pytest.mark.parametrize("dtype", ["U8", "BF16", "F32", "F64"])
+@pytest.mark.parametrize("elements", [0, 1, 1000, 300_000])
+@pytest.mark.parametrize("share", [0.0, 0.001, 1.0])
+def test_digests_of_a_patched_tensor_are_those_of_a_patched_copy(
+    dtype: str, elements: int, share: float
+) -> None:
+    """Blocks end between, before and after changes."""
+    words, values = (tensor(dtype, (elements,), seed).words for seed in (1, 2))
+    rng = np.random.default_rng(3)
+    indices = np.sort(rng.choice(elements, round(share * elements), replace=False)).astype(np.int64)
+    after = words.copy()
+    after[indices] = values[indices]
+    assert digest_patched(words, indices, values[indices]) == (digest(words), digest(after))
+    assert digest_patched(words, None, values) == (digest(words), digest(values))
