@@ -5,8 +5,10 @@ The kernels are the GPU's own, compiled for the host; NumPy stands in for CuPy.
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
+from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -267,27 +269,49 @@ class FakeCupy(ModuleType):
         return np.array(array)
 
 
-def test_cupy_is_called_as_it_takes_it(device: HostDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    cupy = FakeCupy(device)
-    monkeypatch.setitem(sys.modules, "cupy", cupy)
+@pytest.fixture
+def cupy(device: HostDevice, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCupy]:
+    fake = FakeCupy(device)
+    monkeypatch.setitem(sys.modules, "cupy", fake)
     monkeypatch.delitem(sys.modules, "rose_kernels.delta.cuda", raising=False)
-    from rose_kernels.delta import cuda  # noqa: PLC0415 (with the stand-in only)
+    yield fake
+    sys.modules.pop("rose_kernels.delta.cuda", None)
 
-    try:
-        dtype, base, target = CASES["BF16-0.05"]
-        history = history_of(np.random.default_rng(1), base.size)
-        old, new = cupy.asarray(base), cupy.asarray(target.view(np.int16).reshape(50, 100))
-        for past in (None, cupy.asarray(history)):
-            there = encode_group([cuda.device_shard(dtype, old, new, past)], SMALL)
-            assert there == encode_group(
-                [Shard(dtype, base, target, None if past is None else history)], SMALL
-            )
-        assert cupy.launched == ["rose_count_u16", "rose_list_u16"] * 2
-        elsewhere = cupy.asarray(base.copy())
-        elsewhere.number = 1
-        with pytest.raises(ValueError, match="different GPUs"):
-            cuda.device_shard(dtype, elsewhere, new)
-        with pytest.raises(ValueError, match="not as wide"):
-            cuda.device_shard("F8_E4M3", old, new)
-    finally:
-        sys.modules.pop("rose_kernels.delta.cuda", None)
+
+def test_cupy_is_called_as_it_takes_it(cupy: FakeCupy) -> None:
+    cuda = importlib.import_module("rose_kernels.delta.cuda")
+    dtype, base, target = CASES["BF16-0.05"]
+    history = history_of(np.random.default_rng(1), base.size)
+    old, new = cupy.asarray(base), cupy.asarray(target.view(np.int16).reshape(50, 100))
+    for past in (None, history):
+        there = cuda.device_shard(dtype, old, new, None if past is None else cupy.asarray(past))
+        assert encode_group([there], SMALL) == encode_group([Shard(dtype, base, target, past)], SMALL)
+    assert cupy.launched == ["rose_count_u16", "rose_list_u16"] * 2
+    elsewhere = cupy.asarray(base.copy())
+    elsewhere.number = 1
+    with pytest.raises(ValueError, match="different GPUs"):
+        cuda.device_shard(dtype, elsewhere, new)
+    with pytest.raises(ValueError, match="not as wide"):
+        cuda.device_shard("F8_E4M3", old, new)
+
+
+def test_the_check_for_gpus_compares_and_measures(cupy: FakeCupy, monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = importlib.import_module("rose_kernels.delta.cuda")
+    for name in ("_CHECK_ELEMENTS", "_CHECK_IDENTITY_ELEMENTS", "_CHECK_BITS_ELEMENTS"):
+        monkeypatch.setattr(cuda, name, 3000)
+    rng = np.random.default_rng(2)
+    base = weights(rng, "BF16", 3000)
+    pair = cupy.asarray(base), cupy.asarray(updated(rng, "BF16", base, 0.01))
+    monkeypatch.setattr(cuda, "_pair", lambda elements: pair)
+    figures = cuda.gpu_check()
+    assert figures["identical bytes"] == "BF16, F16, F8_E4M3, F8_E5M2"
+    assert all(value > 0 for value in figures.values() if not isinstance(value, str))
+    changes = DeviceShard.changes
+
+    def damaged(shard: DeviceShard, plan: Plan, chunk_elements: int) -> Changes:
+        found = changes(shard, plan, chunk_elements)
+        return Changes(found.places, found.steps ^ np.uint16(1), found.ends)
+
+    monkeypatch.setattr(DeviceShard, "changes", damaged)
+    with pytest.raises(AssertionError, match="different bytes"):
+        cuda.gpu_check()

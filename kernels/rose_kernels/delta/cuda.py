@@ -32,6 +32,7 @@ except ImportError as error:
 _INTEGERS: Mapping[int, str] = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
 _CHECK_ELEMENTS = 1 << 29
 _CHECK_IDENTITY_ELEMENTS = (1 << 24) + 12345
+_CHECK_BITS_ELEMENTS = 1 << 20
 _CHECK_ROUNDS = 3
 _CHECK_THREADS = 4
 
@@ -113,7 +114,7 @@ def gpu_check() -> dict[str, float | int | str]:
     shard = device_shard("BF16", old, new)
     group = encode_group([shard], settings)
     assert group == encode_group([shard.on_host()], settings), "device and host give different bytes"
-    for dtype in ("F16", "F8_E4M3", "F8_E5M2"):  # any bits, NaN and infinities among them
+    for dtype in ("BF16", "F16", "F8_E4M3", "F8_E5M2"):  # any bits, NaN and infinities among them
         few = device_shard(dtype, *_random_bits(dtype))
         assert encode_group([few]) == encode_group([few.on_host()]), f"{dtype}: different bytes"
     del shard, old, new
@@ -147,7 +148,7 @@ def _random_bits(dtype: str) -> list[Any]:
     """Any bits, and others: a tenth of the elements differ."""
     rng = np.random.default_rng(7)
     word = BY_NAME[dtype].word
-    old = rng.integers(0, 1 << 8 * word.itemsize, 1 << 20).astype(word)
+    old = rng.integers(0, 1 << 8 * word.itemsize, _CHECK_BITS_ELEMENTS).astype(word)
     new = np.where(rng.random(old.size) < 0.1, rng.permutation(old), old).astype(word)
     return [cupy.asarray(old), cupy.asarray(new)]
 
