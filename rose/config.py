@@ -245,8 +245,8 @@ class RelayConfig(_Section, frozen=True):
     kind: Literal["embedded", "mooncake"] = "embedded"
     """embedded: `rose relay` keeps the versions itself.  mooncake: a Mooncake Store does, which has no access
     control and listens on all interfaces: private networks only.  The same for relay, trainers and nodes."""
-    url: str = "http://127.0.0.1:7702"
-    """Where trainers and nodes reach the relay."""
+    url: str = ""
+    """Where trainers and nodes reach the relay; empty: where `rose relay` listens, by host and port."""
     host: str = "127.0.0.1"
     """Address `rose relay` listens on."""
     port: int = 7702
@@ -284,6 +284,13 @@ class RelayConfig(_Section, frozen=True):
     mooncake_namespace: str = "rose"
     """First part of every key (kind mooncake).  All objects below it are removed when `rose relay` starts, so
     each relay of a store needs its own."""
+
+    @property
+    def address(self) -> str:
+        """Where trainers and nodes reach the relay: `url`, or what host and port amount to."""
+        scheme = "https" if self.tls_cert else "http"
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return self.url or f"{scheme}://{host}:{self.port}"
 
 
 class JobConfig(_Section, frozen=True):

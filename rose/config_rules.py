@@ -228,6 +228,8 @@ def _check_addresses(config: Config, refuse: _Refuse) -> None:
     if not is_loopback(relay.host) and not (relay.tls_cert and relay.tls_key and relay.token_file):
         hint = "set relay.tls_cert, relay.tls_key and relay.token_file"
         refuse("relay.host", f"{relay.host} is not loopback", hint)
+    if not relay.url and relay.host in ("0.0.0.0", "::"):
+        refuse("relay.url", f"is needed where relay.host is {relay.host}", "the name in the certificate")
     if relay.kind == "mooncake":
         _check_mooncake(relay, refuse)
     _check_urls(config, refuse)

@@ -299,13 +299,13 @@ async def _relay(settings: configuration.Config) -> AsyncIterator[Any]:
     """A client of the relay; raises NotReady when nothing listens there, as its own patience is long."""
     from rose.weights.relay.connecting import connect  # noqa: PLC0415
 
-    address = urlsplit(settings.relay.url)
+    address = urlsplit(settings.relay.address)
     port = address.port or (443 if address.scheme == "https" else 80)
     try:
         _, writer = await asyncio.wait_for(asyncio.open_connection(address.hostname, port), _CONNECT_S)
     except (OSError, TimeoutError):
         raise NotReady(
-            f"no relay answers at {settings.relay.url}", "start it with `rose relay`, or mend [relay] url"
+            f"no relay answers at {settings.relay.address}", "start it with `rose relay`, or mend [relay] url"
         ) from None
     writer.close()
     async with connect(settings.relay) as relay:

@@ -20,8 +20,9 @@ import pytest
 from rose_daemon.relay.server import serving
 from yarl import URL
 
+from rose import config as configuration
 from rose.config import RelayConfig
-from rose.errors import ConfigError, RoseError, VersionConflict
+from rose.errors import ConfigError, Exit, RoseError, VersionConflict
 from rose.units import JobId, WeightVersion
 from rose.weights.bits import Bits
 from rose.weights.digests import digest
@@ -366,7 +367,7 @@ def test_a_port_in_use_is_one_clear_line(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         process = rose_relay(tmp_path, "--port", str(taken.getsockname()[1]))
         _, errors = process.communicate(timeout=30)
-    assert process.returncode == 1
+    assert process.returncode == Exit.NOT_READY
     first, second = errors.splitlines()
     assert "cannot listen on 127.0.0.1" in first
     assert second.startswith("hint: ")
@@ -398,14 +399,36 @@ async def test_a_killed_relay_loses_its_versions_and_a_new_one_takes_them(tmp_pa
     assert again.returncode == 0
 
 
-def test_an_address_that_nobody_looks_at_is_said(tmp_path: Path) -> None:
-    process = rose_relay(tmp_path, environ={"ROSE_RELAY__PORT": "0"})
+@pytest.mark.parametrize(
+    ("environ", "looked_at"),
+    [
+        ({"ROSE_RELAY__PORT": "0", "ROSE_RELAY__URL": "http://127.0.0.1:7702"}, "http://127.0.0.1:7702"),
+        ({"ROSE_RELAY__PORT": "0"}, "http://127.0.0.1:0"),
+    ],
+)
+def test_an_address_that_nobody_looks_at_is_said(
+    tmp_path: Path, environ: dict[str, str], looked_at: str
+) -> None:
+    process = rose_relay(tmp_path, environ=environ)
     try:
         assert process.stderr is not None
         assert process.stderr.readline().startswith("relay listening on ")
-        assert process.stderr.readline() == (
-            "note: nodes and trainers look for it at [relay] url = http://127.0.0.1:7702\n"
-        )
+        note = f"note: nodes and trainers look for it at [relay] url, {looked_at}\n"
+        assert process.stderr.readline() == note
     finally:
         process.terminate()
         process.communicate(timeout=30)
+
+
+def test_clients_look_where_the_relay_listens_unless_told_otherwise() -> None:
+    def url(**keys: object) -> str:
+        return configuration.build({"relay": keys}, "rose.toml").relay.address
+
+    assert url() == "http://127.0.0.1:7702"
+    assert url(port=9000) == "http://127.0.0.1:9000"
+    assert url(host="::1") == "http://[::1]:7702"
+    tls = {"tls_cert": "c", "tls_key": "k", "token_file": "t"}
+    assert url(host="10.0.0.1", **tls) == "https://10.0.0.1:7702"
+    assert url(port=9000, url="http://127.0.0.1:9001") == "http://127.0.0.1:9001"
+    with pytest.raises(ConfigError, match=r"relay\.url"):
+        url(host="0.0.0.0", **tls)

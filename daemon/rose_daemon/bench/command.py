@@ -11,6 +11,7 @@ import typer
 import uvloop
 from rich.console import Console
 
+from rose_daemon.bench import transfer_command
 from rose_daemon.harness.directory import working_in
 from rose_daemon.harness.interrupts import INTERRUPTED, Interrupts
 from rose_daemon.harness.load import Budgets
@@ -42,6 +43,10 @@ FIRST_RATE_RPS = 5.5
 @app.callback()
 def bench() -> None:
     """Measure ROSE on this machine."""
+
+
+app.command()(transfer_command.relay)
+app.command()(transfer_command.link)
 
 
 @app.command()

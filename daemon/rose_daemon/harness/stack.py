@@ -310,7 +310,7 @@ class Stack:
     async def _all_ready(self) -> None:
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as client:
             checks: dict[str, Callable[[], Awaitable[bool]]] = {
-                "relay": lambda: _answers(client, f"{self.config.relay.url}/health"),
+                "relay": lambda: _answers(client, f"{self.config.relay.address}/health"),
                 "scheduler": lambda: _answers(client, f"{self.gateway_url}/health"),
                 "rosed": self._rosed_answers,
                 "serving": lambda: _answers(client, f"{self.serving.url}/health"),

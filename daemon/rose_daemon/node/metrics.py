@@ -101,7 +101,8 @@ class MetricsServer:
             await web.TCPSite(self._runner, "127.0.0.1", self._port).start()
         except OSError as error:
             raise NotReady(
-                f"metrics on port {self._port}: {error.strerror}", "change node.metrics_port"
+                f"node.metrics_port: cannot listen on 127.0.0.1:{self._port}: {error.strerror}",
+                "set [node] metrics_port to a free port",
             ) from None
 
     async def close(self) -> None:

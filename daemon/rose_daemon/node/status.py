@@ -80,7 +80,7 @@ def status_body(
             "address": around.scheduler_address,
             "state": "registered" if view.scheduler_session else "not_registered",
         },
-        "relay": {"url": config.relay.url, "error": around.relay_error},
+        "relay": {"url": config.relay.address, "error": around.relay_error},
         "job": {
             "id": view.job,
             "rl_step": view.rl_step,

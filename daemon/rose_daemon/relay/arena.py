@@ -48,6 +48,7 @@ class ArenaPool:
         seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL
         fcntl.fcntl(self._file, fcntl.F_ADD_SEALS, seals)
         self._view = memoryview(self._map)
+        self._taken = 0
         self._free: list[tuple[int, int]] = [(0, size)]
         """Offset and length of what is free, in order of offset, adjacent parts joined."""
 
@@ -61,10 +62,7 @@ class ArenaPool:
                 "delete versions, or raise relay.capacity_bytes",
             )
         offset, length = self._free[index]
-        try:
-            os.posix_fallocate(self._file, offset, span)  # or a write would be ended by SIGBUS
-        except OSError as error:
-            raise RelayFull(f"the system has no memory for {span} bytes: {error.strerror}") from None
+        self._take(offset + span)
         self._free[index : index + 1] = [(offset + span, length - span)] if length > span else []
         tag = secrets.token_bytes(TAG_BYTES)
         self._view[offset : offset + TAG_BYTES] = tag
@@ -90,6 +88,16 @@ class ArenaPool:
     def close(self) -> None:
         """Hide it from further readers; the memory goes with the last reference or mapping."""
         os.close(self._file)
+
+    def _take(self, stop: int) -> None:
+        """Take memory from the system up to here, or a write would be ended by SIGBUS.  Raises RelayFull."""
+        if stop <= self._taken:
+            return
+        try:
+            os.posix_fallocate(self._file, self._taken, stop - self._taken)
+        except OSError as error:
+            raise RelayFull(f"the system has no more memory for the arena: {error.strerror}") from None
+        self._taken = stop
 
     def _join_free(self) -> None:
         joined: list[tuple[int, int]] = []

@@ -42,8 +42,8 @@ async def _run(settings: RelayConfig, *, by_config: bool) -> None:
         loop.add_signal_handler(number, stop.set)
     async with serving(settings) as url:
         print(f"relay listening on {url}", file=sys.stderr, flush=True)
-        if by_config and url.rstrip("/") != settings.url.rstrip("/"):
-            print(f"note: nodes and trainers look for it at [relay] url = {settings.url}", file=sys.stderr)
+        if by_config and url.rstrip("/") != settings.address.rstrip("/"):
+            print(f"note: nodes and trainers look for it at [relay] url, {settings.address}", file=sys.stderr)
         sdnotify.notify("READY=1")
         await stop.wait()
         sdnotify.notify("STOPPING=1")

@@ -43,6 +43,10 @@ from rose_daemon.relay.vault import Block, Vault
 
 _EXPIRE_PERIOD_S = 5.0
 CHUNK_BYTES = MIB
+_WRITE_BYTES = 8 * MIB
+"""Handed to a connection at a time: we are woken once for each."""
+_WRITE_TLS_BYTES = MIB // 4
+"""The same where it is encrypted at once, while other connections wait."""
 VERSION_ROOT = f"{ROOT}/{{job}}/versions/{{version}}"
 
 B = TypeVar("B", bound=Block)
@@ -265,13 +269,15 @@ class EmbeddedHandlers(RelayHandlers[MemoryBlock]):
             await response.prepare(request)
             transport = request.transport
             if transport is not None:
-                # What is handed to the transport must have left it before the block may be used anew.
-                transport.set_write_buffer_limits(high=0)
+                # What is handed to the transport must have left it before the block may be used anew.  Not 0:
+                # uvloop's TLS would then pause for ever.
+                transport.set_write_buffer_limits(high=1)
                 self._sending.apply_to(transport.get_extra_info("socket").fileno())
             try:
                 async with asyncio.timeout(TRANSFER_MAX_S):
-                    for position in range(start, stop, CHUNK_BYTES):
-                        await response.write(data[position : min(stop, position + CHUNK_BYTES)])
+                    step = _WRITE_TLS_BYTES if request.secure else _WRITE_BYTES
+                    for position in range(start, stop, step):
+                        await response.write(data[position : min(stop, position + step)])
                     await response.write_eof()
                     await request.writer.drain()
             except TimeoutError:

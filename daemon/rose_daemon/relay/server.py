@@ -15,7 +15,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from rose.config import RelayConfig
 from rose.config_rules import is_loopback
-from rose.errors import ConfigError, RoseError
+from rose.errors import ConfigError, NotReady
 from rose.secret import read_secret
 from rose.units import MIB
 from rose.weights.relay.mooncake_store import MooncakeStore
@@ -35,8 +35,8 @@ _MARKS_BYTES = MIB
 async def serving(config: RelayConfig) -> AsyncIterator[str]:
     """Serve a relay of the configured kind; yields its URL (port 0 lets the system choose).
 
-    Raises ConfigError for an address that would be exposed, RoseError if the port cannot be had, NotReady if
-    a Mooncake master does not answer.
+    Raises ConfigError for an address that would be exposed, NotReady if the port cannot be had or a Mooncake
+    master does not answer.
     """
     tls = check_exposure(config)
     token = read_secret(config.token_file, "relay.token_file") if config.token_file else ""
@@ -53,7 +53,7 @@ async def serving(config: RelayConfig) -> AsyncIterator[str]:
             try:
                 await web.TCPSite(runner, config.host, config.port, ssl_context=tls).start()
             except OSError as error:
-                raise RoseError(
+                raise NotReady(
                     f"the relay cannot listen on {config.host}:{config.port}: {error.strerror}",
                     "end the process that has the port, or choose another with --port",
                 ) from None

@@ -14,7 +14,7 @@ import zmq.asyncio
 from rose.core.cluster import ClusterMachine
 from rose.core.effects import ClusterEffect, GrantLease, RevokeLease, TellStep
 from rose.core.events import ClusterEvent, NodeHeartbeat, NodeLeft, NodeRegistered
-from rose.errors import ConfigError, RoseError
+from rose.errors import ConfigError, NotReady
 from rose.units import NodeId
 from rose.wire import (
     MESSAGE_BYTES_MAX,
@@ -81,7 +81,7 @@ class NodeLink:
             raise
         except zmq.ZMQError as error:
             self.close()
-            raise RoseError(
+            raise NotReady(
                 f"scheduler.control: cannot listen on {address}: {error}",
                 "is another scheduler running? Set [scheduler] control to a free port",
             ) from None

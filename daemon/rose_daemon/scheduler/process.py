@@ -27,7 +27,7 @@ from rose.core.effects import (
     StopTurn,
     TellStep,
 )
-from rose.errors import ConfigError, RoseError
+from rose.errors import ConfigError, NotReady, RoseError
 from rose.secret import read_secret
 from rose.units import JobId
 from rose_daemon import sdnotify
@@ -154,7 +154,7 @@ class Scheduler:
         try:
             await web.TCPSite(self._runner, host, port).start()
         except OSError as error:
-            raise RoseError(
+            raise NotReady(
                 f"scheduler.gateway_port: cannot listen on {host}:{port}: {error.strerror or error}",
                 "is another scheduler running? Set [scheduler] gateway_port to a free port",
             ) from None

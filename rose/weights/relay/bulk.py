@@ -82,9 +82,11 @@ class Connection:
                     break
                 received += got
         except OSError:
-            return received
+            pass  # what has come is kept
         if received == len(view):
             response.read()  # the end, which makes the connection fit for the next request
+        else:
+            self.close()
         return received
 
     def upload(self, put: Put, view: memoryview) -> None:

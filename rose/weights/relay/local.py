@@ -20,12 +20,14 @@ from rose.units import MIB, JobId, WeightVersion
 from rose.weights.relay.bulk import Connection, Connections, Epochs
 from rose.weights.relay.control import ControlClient, Retry, decode, version_path
 from rose.weights.relay.http import Put, SharedPlacement
-from rose.weights.relay.ranges import run_all
+from rose.weights.relay.ranges import run_some
 from rose.weights.relay.shared import SharedReader, host_id
 from rose.weights.relay.sockets import AS_THE_SYSTEM_DOES, Sending
 
-_RANGE_BYTES_MIN = 4 * MIB
-"""A smaller range is not worth another connection."""
+_RANGE_BYTES = 4 * MIB
+"""About what is asked for at a time where several connections share a download."""
+_COPY_THREADS = 2
+_COPY_BYTES_MIN = 8 * MIB
 
 
 class RelayClient(ControlClient):
@@ -57,11 +59,11 @@ class RelayClient(ControlClient):
     def from_config(cls, config: RelayConfig, *, timeout_s: float = 60) -> Self:
         """A client of the configured relay.  Raises ConfigError if the token cannot be read."""
         return cls(
-            config.url,
+            config.address,
             token=read_secret(config.token_file, "relay.token_file") if config.token_file else "",
             timeout_s=timeout_s,
             tls_ca=config.tls_ca,
-            streams=1 if is_loopback(urlsplit(config.url).hostname or "") else config.streams,
+            streams=1 if is_loopback(urlsplit(config.address).hostname or "") else config.streams,
             sending=Sending.from_config(config),
             shared_memory=config.shared_memory,
         )
@@ -95,11 +97,14 @@ class RelayClient(ControlClient):
         if not len(view) or await self._read_shared(path, view, offset, epoch):
             return
         epochs = Epochs(epoch)
-        parts = max(1, min(self._streams, len(view) // _RANGE_BYTES_MIN))
-        cuts = [len(view) * part // parts for part in range(parts + 1)]
-        await run_all(
-            self._download(path, view[first:stop], offset + first, epochs)
-            for first, stop in itertools.pairwise(cuts)
+        # More ranges than connections: one that is slow takes fewer of them, and holds up nobody at the end.
+        parts = 1 if self._streams == 1 else -(-len(view) // _RANGE_BYTES)
+        await run_some(
+            self._streams,
+            (
+                self._download(path, view[first:stop], offset + first, epochs)
+                for first, stop in _cuts(len(view), parts)
+            ),
         )
 
     async def aclose(self) -> None:
@@ -143,4 +148,21 @@ class RelayClient(ControlClient):
                 self._try_shared = False  # another user's, or in another container
                 return False
             self._reader = (found, reader)
-        return await asyncio.to_thread(self._reader[1].read_into, placement, view, offset)
+        return await _copy(self._reader[1], placement, view, offset)
+
+
+async def _copy(reader: SharedReader, placement: SharedPlacement, view: memoryview, offset: int) -> bool:
+    """Copy in a few threads; one does not use all of a machine's memory bandwidth."""
+    done = await asyncio.gather(
+        *(
+            asyncio.to_thread(reader.read_into, placement, view[first:stop], offset + first)
+            for first, stop in _cuts(len(view), max(1, min(_COPY_THREADS, len(view) // _COPY_BYTES_MIN)))
+        )
+    )
+    return all(done)
+
+
+def _cuts(length: int, parts: int) -> list[tuple[int, int]]:
+    """So many parts of about the same length."""
+    ends = [length * part // parts for part in range(parts + 1)]
+    return list(itertools.pairwise(ends))

@@ -42,7 +42,7 @@ class MooncakeRelay(ControlClient):
     def from_config(cls, config: RelayConfig, *, timeout_s: float = 60) -> Self:
         """A client of the configured relay.  Raises ConfigError if the token cannot be read."""
         token = read_secret(config.token_file, "relay.token_file") if config.token_file else ""
-        return cls(config.url, config, token=token, timeout_s=timeout_s, tls_ca=config.tls_ca)
+        return cls(config.address, config, token=token, timeout_s=timeout_s, tls_ca=config.tls_ca)
 
     async def put_bucket(
         self, job: JobId, version: WeightVersion, bucket: str, data: bytes | memoryview, digest: str

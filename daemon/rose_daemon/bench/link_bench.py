@@ -1,0 +1,198 @@
+"""`rose bench link`: an anchor over an emulated long link, beside what iperf3 makes of the same link."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from rose.errors import RoseError
+from rose.weights.relay.ranges import PARALLEL
+from rose_daemon.bench.link import Link, LinkSpec, emulated_link
+from rose_daemon.bench.transfer import relay_process
+from rose_daemon.harness.summary import head
+
+_REFERENCE_S = 4
+_PORT = 7702
+"""Of the relay: the namespace is ours."""
+_WAYS = ("push", "pull")
+TARGETS = {"no loss": 0.92, "with loss": 0.8}
+"""Share of the link's rate, as measured without loss, that a pull should reach."""
+
+
+def measure(
+    spec: LinkSpec, *, loss_ppm: int, nbytes: int, rounds: int, streams: int, congestion: str,
+    say: Callable[[str], None],
+) -> dict[str, Any]:  # fmt: skip
+    """The report.  Raises RoseError where no link can be made."""
+    started_at = datetime.now(UTC)
+    if missing := [name for name in ("iperf3", "openssl") if shutil.which(name) is None]:
+        raise RoseError(f"{' and '.join(missing)} are not installed", "tools/debian.sh installs iperf3")
+    connections = PARALLEL * streams
+    with emulated_link(spec) as link, _worker(link, nbytes, streams, congestion, spec.seed) as worker:
+        phases = {}
+        for name, ppm in (("no loss", 0), ("with loss", loss_ppm)):
+            link.set_loss(ppm)
+            phases[name] = [_round(link, worker, connections, name, say) for _ in range(rounds)]
+        moved = worker.nbytes
+    rate = statistics.median(each["iperf3"] for each in phases["no loss"])
+    return head("bench link", started_at) | {
+        "link": {**asdict(spec), "queue_bytes": spec.queue, "loss_ppm": loss_ppm},
+        "setup": {
+            "bytes": moved, "rounds": rounds, "buckets_at_a_time": PARALLEL, "streams": streams,
+            "congestion": congestion or "system's", "iperf3_streams": connections, "tls": True,
+        },
+        "link_mbit_s": round(rate, 1),
+        "mbit_s": {
+            name: {way: _median(each[way] for each in taken) for way in ("iperf3", *_WAYS)}
+            for name, taken in phases.items()
+        },
+        "share_of_link": {
+            name: {way: round(statistics.median(each[way] for each in taken) / rate, 3) for way in _WAYS}
+            for name, taken in phases.items()
+        },
+        "rounds": phases,
+        "targets": {"pull": TARGETS},
+    }  # fmt: skip
+
+
+class _Worker:
+    """The process at the far end."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+        self.nbytes = int(self._answer().split()[1])
+
+    def run(self, command: str) -> float:
+        """Mbit/s of moving the version once."""
+        if self._process.stdin is None:
+            raise AssertionError("its standard input is a pipe")
+        self._process.stdin.write(f"{command}\n")
+        self._process.stdin.flush()
+        return self.nbytes * 8 / float(self._answer()) / 1e6
+
+    def _answer(self) -> str:
+        if self._process.stdout is None:
+            raise AssertionError("its standard output is a pipe")
+        if not (line := self._process.stdout.readline()):
+            raise RoseError("the process at the far end of the link has ended: see above")
+        return line
+
+
+def _round(
+    link: Link, worker: _Worker, connections: int, phase: str, say: Callable[[str], None]
+) -> dict[str, float]:
+    taken = {"iperf3": _iperf3(link, connections)}
+    for way in _WAYS:
+        taken[way] = worker.run(way)
+    say(f"{phase}: " + ", ".join(f"{way} {rate:.0f} Mbit/s" for way, rate in taken.items()))
+    return taken
+
+
+def _iperf3(link: Link, connections: int) -> float:
+    """Mbit/s that iperf3 receives at the far end, slow start left out."""
+    server = subprocess.Popen(
+        [*link.far.prefix, "iperf3", "-s", "-1"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    try:
+        client = [*link.near.prefix, "iperf3", "-c", link.far.address, "-J", "-O", "1"]
+        for _ in range(50):
+            done = subprocess.run(
+                [*client, "-t", str(_REFERENCE_S), "-P", str(connections)],
+                capture_output=True, text=True, check=False,
+            )  # fmt: skip
+            received = json.loads(done.stdout).get("end", {}).get("sum_received")
+            if done.returncode == 0 and received:
+                return float(received["bits_per_second"]) / 1e6
+            time.sleep(0.1)  # its server is not listening yet
+        raise RoseError(f"iperf3 failed: {json.loads(done.stdout).get('error', 'without a reason')}")
+    finally:
+        server.kill()
+        server.wait()
+
+
+@contextlib.contextmanager
+def _worker(link: Link, nbytes: int, streams: int, congestion: str, seed: int) -> Iterator[_Worker]:
+    """A relay at the near end, with TLS and a token as off loopback always; a worker at the far end."""
+    with tempfile.TemporaryDirectory() as scratch:
+        config = _configure(Path(scratch), link, nbytes, streams, congestion)
+        with relay_process(config, host=link.near.address, port=_PORT, prefix=link.near.prefix):
+            command = [
+                sys.executable,
+                "-m",
+                "rose_daemon.bench.link_worker",
+                str(config),
+                str(nbytes),
+                str(seed),
+            ]
+            process = subprocess.Popen(
+                [*link.far.prefix, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            )
+            try:
+                yield _Worker(process)
+            finally:
+                process.kill()
+                process.communicate()
+
+
+def _configure(scratch: Path, link: Link, nbytes: int, streams: int, congestion: str) -> Path:
+    cert, key, token = scratch / "cert.pem", scratch / "key.pem", scratch / "token"
+    make = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 1 -subj /CN=relay"
+    where = ["-addext", f"subjectAltName=IP:{link.near.address}", "-keyout", str(key), "-out", str(cert)]
+    subprocess.run([*make.split(), *where], check=True, capture_output=True)
+    token.touch(0o600)
+    token.write_text("bench", encoding="ascii")
+    config = scratch / "rose.toml"
+    # Both ends share this machine, and with it the relay's memory: that is not to be measured here.
+    config.write_text(
+        f"""schema = 1
+[relay]
+url = "https://{link.near.address}:{_PORT}"
+capacity_bytes = {2 * nbytes + (64 << 20)}
+shared_memory = false
+tls_cert = "{cert}"
+tls_key = "{key}"
+tls_ca = "{cert}"
+token_file = "{token}"
+streams = {streams}
+congestion = "{congestion}"
+""",
+        encoding="utf-8",
+    )
+    return config
+
+
+def _median(values: Iterator[float]) -> float:
+    return round(statistics.median(values), 1)
+
+
+def show(report: dict[str, Any], console: Console) -> None:
+    """One row a phase and way."""
+    link, setup = report["link"], report["setup"]
+    wire = f"{link['rate_mbit']:.0f} Mbit/s, {2 * link['delay_ms']:.0f} ms round trip"
+    table = Table(title=f"{setup['bytes'] / 1e6:.0f} MB over {wire}", title_justify="left")
+    for column in ("", "iperf3", "push", "pull", "push, of the link", "pull, of the link"):
+        table.add_column(column, justify="right" if column else "left")
+    for phase, rates in report["mbit_s"].items():
+        shares = report["share_of_link"][phase]
+        name = phase if phase == "no loss" else f"{link['loss_ppm']} ppm lost"
+        table.add_row(
+            name,
+            *(f"{rates[way]:.0f}" for way in ("iperf3", *_WAYS)),
+            *(f"{shares[way]:.3f}" for way in _WAYS),
+        )
+    console.print(table)
+    console.print(f"Mbit/s; the link: what iperf3 receives without loss, {report['link_mbit_s']} Mbit/s")
