@@ -2,12 +2,14 @@
 #
 #   PYTHON       interpreter to make .venv from           make PYTHON=python3.12 demo
 #   ARGS         more arguments for the command            make demo ARGS="--duration 60 --json out/r.json"
+#   SEEDS        how many courses of events for sim-chaos  make SEEDS=1000 sim-chaos
 #   TORCH_INDEX  index for the CPU build of torch, where pip does not find it by itself
 
 PYTHON ?= python3
 VENV ?= .venv
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 ARGS ?=
+SEEDS ?= 200
 
 # Without this, a script started in a folder would import whatever lies beside it.
 export PYTHONSAFEPATH = 1
@@ -15,7 +17,7 @@ export PYTHON VENV TORCH_INDEX
 
 RUN := $(VENV)/bin/python -m
 .DEFAULT_GOAL := help
-.PHONY: help demo test check fmt bench fuzz-delta gpu-check install install-dev lock clean
+.PHONY: help demo test sim-chaos check fmt bench fuzz-delta gpu-check install install-dev lock clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -25,6 +27,9 @@ demo: install  ## run the whole system on this machine and print its report
 
 test: install-dev  ## all tests, real engines included
 	$(RUN) pytest $(ARGS)
+
+sim-chaos: install-dev  ## the scheduler's machine through SEEDS courses of faults, each healed in the end
+	ROSE_CHAOS_SEEDS=$(SEEDS) $(RUN) pytest tests/property/test_cluster_machine.py -k chaos $(ARGS)
 
 check: install-dev  ## lint, format, types, import contracts, spelling, CUDA sources
 	$(RUN) ruff check .
