@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import http.client
 import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote, urlencode, urlsplit
 
 import msgspec
 
@@ -89,12 +90,19 @@ class Scheduler:
         """The document of GET /rose/v1/status."""
         return self.call("GET", "/rose/v1/status")
 
-    def call(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    def call(
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None = None,
+        *,
+        headers: Mapping[str, str] | None = None,
+    ) -> dict[str, Any]:
         """One request, sent again when the connection fails."""
         data = None if body is None else msgspec.json.encode(body)
         for attempt in range(_RETRIES):
             try:
-                status, answer = self._send(method, path, data)
+                status, answer = self._send(method, path, data, headers or {})
                 break
             except (OSError, http.client.HTTPException) as error:
                 if attempt + 1 == _RETRIES:
@@ -104,10 +112,12 @@ class Scheduler:
             raise _error(status, answer, f"{method} {path}")
         return answer
 
-    def _send(self, method: str, path: str, data: bytes | None) -> tuple[int, dict[str, Any]]:
+    def _send(
+        self, method: str, path: str, data: bytes | None, headers: Mapping[str, str]
+    ) -> tuple[int, dict[str, Any]]:
         connection = http.client.HTTPConnection(self._host, self._port, timeout=_TIMEOUT_S)
         try:
-            connection.request(method, path, data, self._headers)
+            connection.request(method, path, data, {**self._headers, **headers})
             response = connection.getresponse()
             text = response.read()
         finally:
@@ -207,6 +217,37 @@ class Job:
                     seen or "the job holds no replica",
                 )
             time.sleep(poll_s)
+
+    def turns(self, *, trajectory: str | None = None, logprobs: bool = False) -> Iterator[dict[str, Any]]:
+        """Finished turns that carried a turn id, in order of their ends, as far back as they are kept.
+
+        Each holds `turn_id`, `trajectory`, `choices` (with `token_ids`, and the prompt's where they were
+        asked for), `weight_versions` (spans `[first, last, version]`), `seed`, `request_digest`, `attempts`.
+        """
+        query = {"logprobs": str(int(logprobs))} | ({"trajectory": trajectory} if trajectory else {})
+        after: int | None = 0
+        while after is not None:
+            page = self._scheduler.call("GET", f"{self._path}/answers?{urlencode(query | {'after': after})}")
+            yield from page["answers"]
+            after = page["next"]
+
+    def export(self, path: Path, *, trajectory: str | None = None, logprobs: bool = False) -> int:
+        """Write `turns` to a file, one JSON object a line; how many.  It appears when it is complete."""
+        part = path.with_name(f"{path.name}.part")
+        count = 0
+        with part.open("wb") as file:
+            for turn in self.turns(trajectory=trajectory, logprobs=logprobs):
+                file.write(msgspec.json.encode(turn) + b"\n")
+                count += 1
+        part.replace(path)
+        return count
+
+    def finish_session(self, trajectory: str) -> int:
+        """The trajectory is over: the scheduler forgets its prefix and its answers; how many answers."""
+        answer = self._scheduler.call(
+            "POST", "/finish_session", {"session_id": trajectory}, headers={"x-rose-job": self.name}
+        )
+        return int(answer["answers_forgotten"])
 
     def end(self) -> None:
         """End the job; its replicas are free for others.  No error if it has ended already."""

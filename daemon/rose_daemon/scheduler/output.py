@@ -108,6 +108,8 @@ class Answer(msgspec.Struct):
     weight_versions: list[tuple[int, int, WeightVersion | None]]
     """(first, last, version): output tokens `first` to `last` were sampled from that version, None if the
     replica did not tell it."""
+    seed: int | None = None
+    """As the client asked."""
 
     @property
     def aborted(self) -> bool:

@@ -35,6 +35,7 @@ from rose_daemon.curve import require_private
 from rose_daemon.scheduler import workers
 from rose_daemon.scheduler.dispatch import Dispatcher
 from rose_daemon.scheduler.driver import ClusterDriver, settings_of
+from rose_daemon.scheduler.export import ExportApi
 from rose_daemon.scheduler.fleet import FleetApi
 from rose_daemon.scheduler.gateway import Gateway
 from rose_daemon.scheduler.jobs import JobDesk
@@ -136,7 +137,11 @@ class Scheduler:
         )
         app = build_app(
             gateway,
-            [*fleet.routes(), *WorkerApi(self.workers).routes()],
+            [
+                *fleet.routes(),
+                *WorkerApi(self.workers).routes(),
+                *ExportApi(self.desk, self.store).routes(),
+            ],
             ControlApi(self.desk, sources),
             token=self._token,
             body_bytes_max=self._config.body_bytes_max,

@@ -13,7 +13,7 @@ import sqlite3
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import structlog
@@ -76,6 +76,14 @@ class JobRecord(msgspec.Struct, frozen=True):
 class StoredAnswer(msgspec.Struct, frozen=True):
     """A finished turn and the digest of the request it answered."""
 
+    digest: str
+    answer: Answer
+
+
+class AnswerRow(NamedTuple):
+    """A finished turn in the order of ends."""
+
+    sequence: int
     digest: str
     answer: Answer
 
@@ -243,6 +251,16 @@ class Store:
             "SELECT digest, body FROM answers WHERE job=? AND turn=?", (job, turn_id)
         ).fetchone()
         return None if row is None else StoredAnswer(row[0], msgspec.msgpack.decode(row[1], type=Answer))
+
+    def answers(self, job: JobId, after: int, limit: int, trajectory: str | None = None) -> list[AnswerRow]:
+        """Up to `limit` finished turns that came after the sequence number, of all or of one trajectory."""
+        rows = self._db.execute(
+            "SELECT seq, digest, body FROM answers WHERE job=? AND seq>? AND (? IS NULL OR trajectory=?)"
+            " ORDER BY seq LIMIT ?",
+            (job, after, trajectory, trajectory, limit),
+        )
+        decode = msgspec.msgpack.decode
+        return [AnswerRow(seq, digest, decode(body, type=Answer)) for seq, digest, body in rows]
 
     def forget_answers(self, job: JobId, trajectory: str) -> int:
         """Forget the finished turns of a trajectory: a resend would run again.  Answers how many."""

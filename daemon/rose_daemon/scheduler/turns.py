@@ -212,6 +212,7 @@ class Turn:
             replica=self.replica or ReplicaId(""),
             attempts=self.attempts,
             weight_versions=self.weight_versions,
+            seed=self.request.body.get("seed"),
         )
 
     async def changed(self) -> None:
