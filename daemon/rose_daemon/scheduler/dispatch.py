@@ -204,7 +204,14 @@ class Dispatcher:
         salt = self._cache_salt(turn.job)
         body = request.resumed_body(report.model, choice.prompt_token_ids, choice.token_ids, left, salt)
         call = Call(report.url, Dialect.COMPLETION, body, name, 1, report.engine)
-        return await self._upstream.attempt(call, partial(self._take_resumed, turn, attempt, report))
+        try:
+            end = await self._upstream.attempt(call, partial(self._take_resumed, turn, attempt, report))
+            if attempt.joining is not None:
+                await attempt.joining
+        finally:
+            if attempt.joining is not None:
+                attempt.joining.cancel()
+        return end
 
     async def _tokens_left(self, turn: Turn, report: ReplicaReport) -> int:
         """How many tokens the turn may still have, by the client's limit and by the model's context."""
@@ -236,19 +243,33 @@ class Dispatcher:
             attempt.progress_reported_s = now_s
             self.feed(TurnProgressed(turn.key, attempt.replica, attempt.tokens, attempt.number))
 
-    async def _take_resumed(
-        self, turn: Turn, attempt: Attempt, report: ReplicaReport, pieces: list[Piece]
-    ) -> None:
+    def _take_resumed(self, turn: Turn, attempt: Attempt, report: ReplicaReport, pieces: list[Piece]) -> None:
         """Take in a continuation: in the client's dialect, its text joined to what came before."""
         request = turn.request
         for piece in pieces:
             piece.prompt_token_ids = None
             if request.dialect is Dialect.CHAT and piece.logprobs is not None:
                 piece.logprobs = [in_chat_form(entry, request.logprobs or 0) for entry in piece.logprobs]
-            if attempt.seam_open and piece.text and report.engine == VLLM:
-                piece.text = await self._joined_text(turn, report, piece)
-                attempt.seam_open = False
-        self._take(turn, attempt, pieces)
+        if attempt.joining is not None:
+            attempt.held += pieces
+        elif attempt.seam_open and report.engine == VLLM and any(piece.text for piece in pieces):
+            attempt.held = pieces
+            attempt.joining = asyncio.create_task(self._join(turn, attempt, report))
+        else:
+            self._take(turn, attempt, pieces)
+
+    async def _join(self, turn: Turn, attempt: Attempt, report: ReplicaReport) -> None:
+        """Have the first text after the seam follow on from what came before; what comes meanwhile waits.
+
+        Raises NotReady.
+        """
+        first = next(index for index, piece in enumerate(attempt.held) if piece.text)
+        # Tokens without text before it belong to that text.
+        self._take(turn, attempt, attempt.held[:first])
+        attempt.held = attempt.held[first:]
+        attempt.held[0].text = await self._joined_text(turn, report, attempt.held[0])
+        attempt.seam_open, attempt.joining = False, None
+        self._take(turn, attempt, attempt.held)
 
     async def _joined_text(self, turn: Turn, report: ReplicaReport, piece: Piece) -> str:
         choice = turn.choices[0]

@@ -46,6 +46,10 @@ class Attempt:
         """First output token of the present version."""
         self.seam_open = first_token > 0
         """No text has come since the seam with the attempt before."""
+        self.joining: asyncio.Task[None] | None = None
+        """Finds out the first text after the seam."""
+        self.held: list[Piece] = []
+        """What has come meanwhile."""
         self.task: asyncio.Task[None] | None = None
         self.progress_reported_s = 0.0
 

@@ -5,14 +5,16 @@ Streaming is what lets a turn survive: whatever ends the attempt, the tokens rec
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
 import aiohttp
+import httptools
 import msgspec
 
 from rose.errors import NotReady
 from rose_daemon.scheduler import sglang_engine
+from rose_daemon.scheduler.engine_http import EnginePool
 from rose_daemon.scheduler.engine_streams import (
     DONE,
     EngineError,
@@ -37,8 +39,7 @@ VLLM, SGLANG = "vllm", "sglang"
 """Whose API a replica speaks."""
 
 
-OnPieces = Callable[[list[Piece]], Awaitable[None] | None]
-"""Takes in pieces; what it returns is waited for before the next are read."""
+OnPieces = Callable[[list[Piece]], None]
 
 
 class Finished(msgspec.Struct, frozen=True):
@@ -78,23 +79,27 @@ AttemptEnd = Finished | Interrupted | Rejected
 
 
 class Upstream:
-    """HTTP client side of the gateway, shared by all attempts."""
+    """HTTP client side of the gateway, shared by all attempts.
+
+    Turns go through `engine_http`, everything else through a general client.
+    """
 
     def __init__(self) -> None:
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0),
             timeout=aiohttp.ClientTimeout(total=None, connect=CONNECT_TIMEOUT_S),
         )
+        self._engines = EnginePool(CONNECT_TIMEOUT_S)
 
     async def close(self) -> None:
         """Close all connections; engines see the requests in flight as aborted by their client."""
+        self._engines.close()
         await self._session.close()
 
     async def attempt(self, call: Call, on_pieces: OnPieces) -> AttemptEnd:
         """Run one attempt to its end, handing each chunk's pieces to `on_pieces` as they come.
 
-        Cancelling it closes the connection, by which vLLM aborts the request.  `on_pieces` may raise
-        NotReady when it cannot go on (its own call to the engine failed); so does this then.
+        Cancelling it closes the connection, by which vLLM aborts the request.
         """
         path, body = call.dialect.path, call.body
         translates = call.engine == SGLANG and call.dialect is Dialect.COMPLETION
@@ -103,16 +108,16 @@ class Upstream:
                 text = f"`{name}` has no counterpart in SGLang, where this turn would run"
                 return Rejected(Failure(400, "unsupported", text, name))
             path, body = sglang_engine.PATH, sglang_engine.generate_body(body)
+        reader = sglang_engine.Reader(call.body) if translates else OpenAiReader(call.dialect)
+        answer = _Answer(call.choices, reader, on_pieces)
+        headers = {"Content-Type": "application/json", "X-Request-Id": call.request_id}
         try:
-            async with self._session.post(
-                call.url + path, data=msgspec.json.encode(body), headers=_headers(call.request_id)
-            ) as response:
-                if response.status != 200:
-                    return await _refusal(response)
-                reader = sglang_engine.Reader(call.body) if translates else OpenAiReader(call.dialect)
-                return await _read_stream(response, call.choices, reader, on_pieces)
-        except (TimeoutError, aiohttp.ClientError, ConnectionError) as error:
-            return Interrupted(_connection_reason(error))
+            await self._engines.post(call.url, path, headers, msgspec.json.encode(body), answer)
+        except TimeoutError:
+            return Interrupted("connect_failed")
+        except (OSError, httptools.HttpParserError) as error:
+            return answer.broken(error)
+        return answer.end or Interrupted("stream_ended_early")
 
     async def detokenize(self, url: str, model: str, tokens: list[int]) -> str:
         """Text of `tokens`, special ones included.  Raises NotReady."""
@@ -161,54 +166,63 @@ class Upstream:
             raise NotReady(f"{url}: {error}") from None
 
 
-def _headers(request_id: str) -> dict[str, str]:
-    return {"Content-Type": "application/json", "X-Request-Id": request_id}
+class _Answer:
+    """An engine's answer to a turn, as it comes: pieces of its stream, or a refusal."""
+
+    def __init__(self, choices: int, reader: Reader, on_pieces: OnPieces) -> None:
+        self._status = 0
+        self._refusal = bytearray()
+        self._splitter = EventSplitter()
+        self._progress = _Progress(choices, reader)
+        self._on_pieces = on_pieces
+        self._garbage = False
+
+    @property
+    def end(self) -> AttemptEnd | None:
+        """How the attempt ended, None if the answer is not complete."""
+        if self._status not in (0, 200):
+            return _refused(self._status, bytes(self._refusal))
+        if self._garbage:
+            return Interrupted("engine_garbage")
+        return self._progress.end or self._progress.finished()
+
+    def broken(self, error: Exception) -> AttemptEnd:
+        """The connection ended, or was none of HTTP.  A stream cut after its last token is a finished one."""
+        if isinstance(error, httptools.HttpParserError):
+            return Interrupted("engine_garbage")
+        connected = self._status or isinstance(error, ConnectionResetError)
+        return self.end or Interrupted("connection_lost" if connected else "connect_failed")
+
+    def head(self, status: int) -> None:
+        """As `Receiver`."""
+        self._status = status
+
+    def block(self, data: bytes) -> bool:
+        """As `Receiver`."""
+        if self._status != 200:
+            self._refusal += data[: _REFUSAL_BYTES_MAX - len(self._refusal)]
+            return False
+        try:
+            pieces = self._progress.read(self._splitter.feed(data))
+        except Garbage:
+            self._garbage = True
+            return True
+        if pieces:
+            # All that came in one block is handed on at once: under load that is more than one token.
+            self._on_pieces(pieces)
+        return self._progress.end is not None
 
 
-def _connection_reason(error: Exception) -> str:
-    return "connect_failed" if isinstance(error, aiohttp.ClientConnectorError) else "connection_lost"
-
-
-async def _refusal(response: aiohttp.ClientResponse) -> AttemptEnd:
-    if response.status not in _REFUSALS:
-        return Interrupted(f"engine_status_{response.status}")
-    data = await _up_to(response.content, _REFUSAL_BYTES_MAX)
+def _refused(status: int, data: bytes) -> AttemptEnd:
+    if status not in _REFUSALS:
+        return Interrupted(f"engine_status_{status}")
     try:
         body = msgspec.json.decode(data, type=dict[str, Any])
     except msgspec.DecodeError:
         body = {}
     passed_on = body if isinstance(body.get("error"), dict) else None
     text = data[:200].decode("utf-8", errors="replace")
-    return Rejected(Failure(response.status, "engine_refused", f"the engine refused: {text}", body=passed_on))
-
-
-async def _up_to(content: aiohttp.StreamReader, bytes_max: int) -> bytes:
-    """All of a body, or its beginning: a single read answers whatever has arrived so far."""
-    data = bytearray()
-    while len(data) < bytes_max and (block := await content.read(bytes_max - len(data))):
-        data += block
-    return bytes(data)
-
-
-async def _read_stream(
-    response: aiohttp.ClientResponse, choices: int, reader: Reader, on_pieces: OnPieces
-) -> AttemptEnd:
-    progress = _Progress(choices, reader)
-    splitter = EventSplitter()
-    try:
-        async for block in response.content.iter_any():
-            pieces = progress.read(splitter.feed(block))
-            # All that came in one block is handed on at once: under load that is more than one token.
-            if pieces and (waiting := on_pieces(pieces)) is not None:
-                await waiting
-            if progress.end is not None:
-                return progress.end
-    except (TimeoutError, aiohttp.ClientError, ConnectionError):
-        # A stream cut after its last token is a finished one.
-        return progress.finished() or Interrupted("connection_lost")
-    except Garbage:
-        return Interrupted("engine_garbage")
-    return progress.finished() or Interrupted("stream_ended_early")
+    return Rejected(Failure(status, "engine_refused", f"the engine refused: {text}", body=passed_on))
 
 
 class _Progress:

@@ -143,7 +143,7 @@ def rollout_command(
     device = config.device.kind
     server = _Server(replica.model, replica.served_name, replica.host, port or replica.port)
     argv = _server(server, shape, device, settings.kv_shared_bytes)
-    argv += ["--scheduler-cls", _scheduler("rollout", device)]
+    argv += ["--scheduler-cls", _scheduler("rollout", device), "--enable-prompt-tokens-details"]
     argv += ["--middleware", f"{_PACKAGE}.endpoints.BellMiddleware"]
     argv += ["--weight-transfer-config", '{"backend":"rose"}', *replica.engine_args]
     return EngineCommand(tuple(argv), _environment(settings, len(replica.cpus), device, environ))
