@@ -230,7 +230,7 @@ class ClusterMachine:
             case NodeLeft():
                 self._apply(self._membership.leave(event), now_ns)
             case ReplicaDrainRequested():
-                self._apply(self._membership.drain(event.replica, event.drain, now_ns), now_ns)
+                self._apply(self._membership.drain(event, now_ns), now_ns)
             case _:
                 assert_never(event)
 

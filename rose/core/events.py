@@ -414,6 +414,8 @@ class ReplicaDrainRequested(Event, frozen=True):
 
     replica: ReplicaId
     drain: bool
+    restored: bool = False
+    """As it was before the scheduler's restart: the replica may not be there yet."""
 
 
 ClusterTurnEvent = (

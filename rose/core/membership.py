@@ -19,7 +19,13 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from rose.core.effects import Say
-from rose.core.events import NodeHeartbeat, NodeLeft, NodeRegistered, ReplicaReport
+from rose.core.events import (
+    NodeHeartbeat,
+    NodeLeft,
+    NodeRegistered,
+    ReplicaDrainRequested,
+    ReplicaReport,
+)
 from rose.core.readings import NEVER
 from rose.units import NS_PER_S, NodeId, ReplicaId
 
@@ -226,11 +232,12 @@ class Membership:
             self._age(node, now_ns, change)
         return change
 
-    def drain(self, replica: ReplicaId, drain: bool, now_ns: int) -> Change:
+    def drain(self, event: ReplicaDrainRequested, now_ns: int) -> Change:
         """The operator takes a known replica out of use, or back; kept while its node comes and goes."""
         change = Change()
+        replica, drain = event.replica, event.drain
         known = self.replicas.get(replica)
-        if known is None and not (replica in self._drained and not drain):
+        if known is None and not event.restored and not (replica in self._drained and not drain):
             change.says.append(
                 Say("warning", "replica_unknown", "cannot drain a replica that is not there", replica)
             )

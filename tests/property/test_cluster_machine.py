@@ -331,7 +331,6 @@ class ClusterWorld(RuleBasedStateMachine):
             host.takes_turns = False
         for forgotten in (self.believed, self.owner, self.leases, self.attempts, self.running):
             forgotten.clear()
-        self.drained.clear()
         self.lease_ids.clear()
         self.ended.clear()
         unanswered = list(self.turns.values())
@@ -342,6 +341,8 @@ class ClusterWorld(RuleBasedStateMachine):
             if self.rl_step[job]:
                 step = ev.JobStepBegan(spec.job, self.rl_step[job], WeightVersion(self.required[job]))
                 self.feed(step)
+        for drained in sorted(self.drained):
+            self.feed(ev.ReplicaDrainRequested(ReplicaId(drained), True, restored=True))
         for (name, trajectory), replica in self.pins.items():
             self.feed(ev.TrajectoryPinned(JobId(name), TrajectoryId(trajectory), replica))
         for turn in unanswered:

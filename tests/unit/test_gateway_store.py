@@ -8,16 +8,27 @@ from pathlib import Path
 import msgspec
 import pytest
 from rose_daemon.scheduler import store as module
+from rose_daemon.scheduler.driver import ClusterDriver
 from rose_daemon.scheduler.output import Alternative, Answer, AttemptRecord, Choice, TokenLogprob
 from rose_daemon.scheduler.requests import Dialect
 from rose_daemon.scheduler.store import JobRecord, Store
+from rose_daemon.scheduler.telemetry import Telemetry
 
+from rose.core.cluster import ClusterSettings
 from rose.core.effects import DispatchTurn, Say
-from rose.core.events import JobSubmitted, Tick, TurnFinished
+from rose.core.events import (
+    JobSubmitted,
+    NodeRegistered,
+    ReplicaDrainRequested,
+    ReplicaReport,
+    Tick,
+    TurnFinished,
+)
 from rose.errors import RoseError
-from rose.units import JobId, ReplicaId, TurnId, WeightVersion
+from rose.units import JobId, NodeId, ReplicaId, TurnId, WeightVersion
 
 JOB = JobId("walk")
+REPORT = ReplicaReport(ReplicaId("r"), "dedicated", "ready", "http://h", "m", WeightVersion(0))
 
 
 def answer(turn_id: str, text: str = "hello") -> Answer:
@@ -155,3 +166,36 @@ def test_a_file_of_the_release_before_is_taken_over(tmp_path: Path) -> None:
         assert store.jobs()[JobId("j")].paused
         store.put_job(JobRecord(spec, 3, WeightVersion(2), True, WeightVersion(2)))
         store.close()
+
+
+def test_an_operator_s_drain_survives_the_scheduler(tmp_path: Path) -> None:
+    """A replica that was taken out of use takes no turns after a restart, whenever it comes back."""
+    node = NodeRegistered(NodeId("n"), "s", (REPORT,))
+
+    def started() -> tuple[Store, ClusterDriver]:
+        store = Store(tmp_path)
+        driver = ClusterDriver(ClusterSettings(), store, Telemetry(dict))
+        driver.connect(lambda _: None, lambda _: None)
+        driver.restore()
+        return store, driver
+
+    def takes_turns(driver: ClusterDriver) -> bool:
+        driver.feed(JobSubmitted(JOB, "m", 1, 0))
+        driver.feed(node)
+        (replica,) = driver.machine.view(0).replicas
+        assert replica.drained is not replica.eligible
+        return replica.eligible
+
+    store, driver = started()
+    driver.feed(ReplicaDrainRequested(ReplicaId("typing-error"), drain=True))
+    assert takes_turns(driver)
+    driver.feed(ReplicaDrainRequested(REPORT.replica, drain=True))
+    store.close()
+    store, driver = started()
+    assert store.drains() == [REPORT.replica]
+    assert not takes_turns(driver)
+    driver.feed(ReplicaDrainRequested(REPORT.replica, drain=False))
+    store.close()
+    store, driver = started()
+    assert takes_turns(driver)
+    store.close()

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from rose.core.events import NodeHeartbeat, NodeLeft, NodeRegistered, ReplicaReport
+from rose.core.events import NodeHeartbeat, NodeLeft, NodeRegistered, ReplicaDrainRequested, ReplicaReport
 from rose.core.membership import Change, Membership, NodeState
 from rose.core.readings import NEVER
 from rose.units import NS_PER_S, NodeId, ReplicaId, WeightVersion
@@ -165,16 +165,16 @@ def test_two_nodes_that_claim_one_replica_are_told_once(members: Membership) -> 
 
 
 def test_an_operators_drain_outlives_the_nodes_session(members: Membership) -> None:
-    members.drain(ReplicaId("r0"), True, 0)
+    members.drain(ReplicaDrainRequested(ReplicaId("r0"), True), 0)
     members.register(registered("n", "s2", report()), S)
     assert not members.replicas[ReplicaId("r0")].takes_turns
-    members.drain(ReplicaId("r0"), False, S)
+    members.drain(ReplicaDrainRequested(ReplicaId("r0"), False), S)
     assert members.replicas[ReplicaId("r0")].takes_turns
 
 
 def test_draining_a_replica_that_is_not_there_is_reported(members: Membership) -> None:
-    assert codes(members.drain(ReplicaId("r"), True, 0)) == ["replica_unknown"]
-    assert codes(members.drain(ReplicaId("r"), False, 0)) == ["replica_unknown"]
+    assert codes(members.drain(ReplicaDrainRequested(ReplicaId("r"), True), 0)) == ["replica_unknown"]
+    assert codes(members.drain(ReplicaDrainRequested(ReplicaId("r"), False), 0)) == ["replica_unknown"]
 
 
 @pytest.mark.parametrize(
@@ -232,3 +232,10 @@ def test_an_inactive_replica_can_be_leased_and_gets_no_turns_yet(members: Member
     sleeper = members.replicas[ReplicaId("sleeper")]
     assert sleeper.fit
     assert not sleeper.takes_turns
+
+
+def test_a_drain_from_before_a_restart_waits_for_its_replica() -> None:
+    members = Membership(2 * S, 3 * S, 6 * S, 3600 * S, 10 * S)
+    assert not members.drain(ReplicaDrainRequested(ReplicaId("r0"), True, restored=True), 0).says
+    members.register(registered("n", "s", report()), 0)
+    assert not members.replicas[ReplicaId("r0")].takes_turns

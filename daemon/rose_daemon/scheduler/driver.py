@@ -23,7 +23,15 @@ from rose.core.effects import (
     StopTurn,
     TellStep,
 )
-from rose.core.events import ClusterEvent, JobPaused, JobStepBegan, JobStepEnded, Tick, VersionPublished
+from rose.core.events import (
+    ClusterEvent,
+    JobPaused,
+    JobStepBegan,
+    JobStepEnded,
+    ReplicaDrainRequested,
+    Tick,
+    VersionPublished,
+)
 from rose.units import NS_PER_S, ms_to_ns, s_to_ns
 from rose_daemon.scheduler.chronicle import Chronicle
 from rose_daemon.scheduler.store import Store
@@ -95,6 +103,8 @@ class ClusterDriver:
                 self.feed(JobStepBegan(job, record.rl_step, record.required_version))
                 if not record.step_open:
                     self.feed(JobStepEnded(job, record.rl_step))
+        for replica in self._store.drains():
+            self.feed(ReplicaDrainRequested(replica, drain=True, restored=True))
         for pin in self._store.pins():
             self.feed(pin)
 
@@ -115,6 +125,9 @@ class ClusterDriver:
     def _step(self, event: ClusterEvent) -> None:
         now_ns = time.monotonic_ns()
         effects = self.machine.step(event, now_ns)
+        if isinstance(event, ReplicaDrainRequested) and not event.restored:
+            known = self.machine.replica(event.replica) is not None
+            self._store.put_drain(event.replica, event.drain and known)
         if effects or not isinstance(event, Tick):
             self._store.record(now_ns, event, effects)
         self.chronicle.note(event, effects)

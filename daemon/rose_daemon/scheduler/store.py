@@ -43,6 +43,7 @@ CREATE TABLE IF NOT EXISTS answers (
     body BLOB NOT NULL, trajectory TEXT NOT NULL DEFAULT '', UNIQUE (job, turn)
 ) STRICT;
 CREATE TABLE IF NOT EXISTS workers (url TEXT PRIMARY KEY, model TEXT NOT NULL) STRICT;
+CREATE TABLE IF NOT EXISTS drains (replica TEXT PRIMARY KEY) STRICT;
 CREATE TABLE IF NOT EXISTS journal (
     seq INTEGER PRIMARY KEY AUTOINCREMENT, boot INTEGER NOT NULL, now_ns INTEGER NOT NULL,
     event BLOB NOT NULL, effects BLOB NOT NULL
@@ -216,6 +217,19 @@ class Store:
     def delete_worker(self, url: str) -> None:
         """Forget an engine."""
         self._db.execute("DELETE FROM workers WHERE url=?", (url,))
+
+    # ---- drains ------------------------------------------------------------------------------------
+
+    def drains(self) -> list[ReplicaId]:
+        """Replicas that the operator took out of use."""
+        return [ReplicaId(name) for (name,) in self._db.execute("SELECT replica FROM drains ORDER BY rowid")]
+
+    def put_drain(self, replica: ReplicaId, drain: bool) -> None:
+        """Remember that it is out of use, or forget that."""
+        if drain:
+            self._db.execute("INSERT OR IGNORE INTO drains VALUES (?)", (replica,))
+        else:
+            self._db.execute("DELETE FROM drains WHERE replica=?", (replica,))
 
     # ---- answers -----------------------------------------------------------------------------------
 
