@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
-from dialect_asks import ASK_SGLANG, ASK_VLLM, GENERATE, refused
-from gateway_world import world
+from dialect_asks import ASK_SGLANG, ASK_VLLM, GENERATE, PROMPT, refused
+from gateway_world import World, expected, until, world
 from rose_daemon.scheduler import dispatch, process, server
 
 
@@ -67,3 +68,46 @@ async def test_an_error_after_a_comment_is_an_event(tmp_path: Path, monkeypatch:
             events = [line for line in (await response.read()).splitlines() if line.startswith(b"data: ")]
             document = json.loads(events[-1].removeprefix(b"data: "))
             assert document["error"]["code"] == 410
+
+
+async def test_a_client_that_reads_slowly_misses_nothing_and_holds_up_nobody(tmp_path: Path) -> None:
+    async with world(tmp_path, engines=1, token_ms=0.1) as made:
+        # SGLang's chunks repeat everything so far: megabytes that the client does not fetch at first.
+        body = ASK_SGLANG | {"stream": True, "sampling_params": {"max_new_tokens": 1500, "ignore_eos": True}}
+        reader, writer = await _connect(made)
+        writer.write(_request("/generate", body, "1.1"))
+        await until(lambda: made.engines[0].state.tokens > 200)
+        status, _ = await made.post(GENERATE, ASK_VLLM)
+        assert status == 200
+        await until(lambda: not made.engines[0].state.requests, 30)
+        data = b""
+        while b"data: [DONE]\n\n" not in data[-64:]:
+            data += await asyncio.wait_for(reader.read(1 << 20), 10)
+        assert len(data) > 4 << 20
+        assert data.count(b"data: {") >= 100
+        last = data[data.rindex(b"data: {") :].splitlines()[0].removeprefix(b"data: ")
+        assert json.loads(last)["output_ids"] == expected(PROMPT, 1500)[0]
+        writer.close()
+
+
+async def test_a_client_of_http_1_0_gets_its_stream(tmp_path: Path) -> None:
+    async with world(tmp_path, engines=1, token_ms=0.5) as made:
+        reader, writer = await _connect(made)
+        writer.write(_request(GENERATE, ASK_VLLM | {"stream": True}, "1.0"))
+        head, _, body = (await asyncio.wait_for(reader.read(), 10)).partition(b"\r\n\r\n")
+        assert b"chunked" not in head
+        events = [line.removeprefix(b"data: ") for line in body.splitlines() if line]
+        assert events.pop() == b"[DONE]"
+        ids = [token for event in events for token in json.loads(event)["choices"][0]["token_ids"]]
+        assert ids == expected(PROMPT, 6)[0]
+        writer.close()
+
+
+async def _connect(made: World) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    host, _, port = made.url.removeprefix("http://").partition(":")
+    return await asyncio.open_connection(host, int(port), limit=1 << 16)
+
+
+def _request(path: str, body: Any, version: str) -> bytes:
+    data = json.dumps(body).encode()
+    return f"POST {path} HTTP/{version}\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data
