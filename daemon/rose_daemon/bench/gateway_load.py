@@ -19,6 +19,7 @@ from rose_daemon.bench.gateway_engines import MODEL
 
 _TOKEN = b'"text":"'
 _WARM_UP_S = 1.0
+_TURNS = 8
 _END = b"0\r\n\r\n"
 
 
@@ -183,7 +184,7 @@ async def run_turns(urls: Sequence[str], streams: int, ask: Ask, turns: int, see
 async def _stream(
     url: str, ask: Ask, figures: Figures, name: str, seed: float, turns: int | None = None
 ) -> None:
-    """One turn after the other, so many or without end; each a trajectory of its own."""
+    """One turn after the other, so many or without end, `_TURNS` to a trajectory."""
     rng = random.Random(seed)
     connection = await connect(url, figures)
     numbers = itertools.count() if turns is None else iter(range(turns))
@@ -191,7 +192,7 @@ async def _stream(
         for number in numbers:
             counted = figures.counting
             try:
-                ttft_ms = await connection.ask(request_of(url, ask, rng, f"bench-{name}-{number}"))
+                ttft_ms = await connection.ask(request_of(url, ask, rng, f"bench-{name}-{number // _TURNS}"))
             except EngineFailed:
                 figures.errors += 1
                 connection = await connect(url, figures)
