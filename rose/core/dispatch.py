@@ -81,8 +81,8 @@ class Dispatcher:
         """Jobs whose queue may move."""
         self._sweep_ns = NEVER
         """When to look for stalled attempts next."""
-        self._suspended: dict[ReplicaId, tuple[JobId, int]] = {}
-        """Replicas left out by the job that leases them, and until when."""
+        self._suspended: dict[ReplicaId, tuple[JobId, int, bool]] = {}
+        """Replicas left out by the job that leases them, until when, and whether they hung."""
         self.pins = Pins(settings.pins_max, settings.pin_ttl_ns)
         self._groups = Pins(settings.pins_max, settings.pin_ttl_ns)
         """Where each group ran last; the groups stand in for trajectories."""
@@ -94,7 +94,7 @@ class Dispatcher:
         """The latest instant for the next `tick`, or NEVER."""
         pins_ns = self.pins.next_deadline_ns()
         wakes = (job.queue.wake_ns for job in self._jobs.values())
-        suspensions = (until_ns for _, until_ns in self._suspended.values())
+        suspensions = (until_ns for _, until_ns, _ in self._suspended.values())
         return min(NEVER if pins_ns is None else pins_ns, self._sweep_ns, *wakes, *suspensions)
 
     # ---- jobs and replicas -------------------------------------------------------------------------
@@ -253,12 +253,12 @@ class Dispatcher:
             if now_ns >= job.queue.wake_ns:
                 job.queue.wake()
                 self.touch(job)
-        for replica, (name, until_ns) in list(self._suspended.items()):
+        for replica, (name, until_ns, hung) in list(self._suspended.items()):
             if now_ns >= until_ns:
                 del self._suspended[replica]
                 if (suspending := self._jobs.get(name)) is not None:
-                    # One turn finds out whether it works again: a hung engine costs each turn its patience.
-                    suspending.router.throttle(replica, 1)
+                    # One turn finds out whether a hung engine works again, as it costs each its patience.
+                    suspending.router.throttle(replica, 1 if hung else None)
                     self.touch(suspending)
 
     # ---- inside ------------------------------------------------------------------------------------
@@ -325,7 +325,7 @@ class Dispatcher:
             )
             text = f"{how}: no turns for a while"
             self._effects.append(Say("warning", "replica_suspended", text, replica))
-        self._suspended[replica] = (name, now_ns + pause_ns)
+        self._suspended[replica] = (name, now_ns + pause_ns, hung)
         self._jobs[name].router.throttle(replica, 0)
 
     def _shun(self, turn: Turn, now_ns: int) -> None:
