@@ -31,6 +31,7 @@ _QUIET_VLLM = {
     "HF_HUB_OFFLINE": "1",
 }
 DIRECTORY = Path("out/bench-coserve")
+MEMORY_DIRECTORY = Path("out/bench-memory")
 GATEWAY_DIRECTORY = Path("out/bench-gateway")
 MEASURED, PICTURE = "measured.json", "report.png"
 QUICK_RUN_S = 20.0
@@ -175,6 +176,50 @@ def _publish(measured: Measured, directory: Path, json_file: Path | None, consol
     else:
         console.print("no picture: matplotlib is not installed (extra plot)")
     return int(report["exit_code"])
+
+
+@app.command()
+def memory(
+    shared: Annotated[int, typer.Option(min=64, help="MiB of KV memory that both engines share.")] = 160,
+    bursts: Annotated[int, typer.Option(min=1, help="Bursts in each mode.")] = 8,
+    requests: Annotated[int, typer.Option(min=1, help="Serving requests of a burst.")] = 32,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Prompt of a serving request.")] = 1700,
+    output_tokens: Annotated[int, typer.Option(min=2, help="Answer to a serving request.")] = 120,
+    concurrency: Annotated[int, typer.Option(min=1, help="Rollout requests at a time.")] = 24,
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of arrivals and prompts.")] = 1,
+    out: Annotated[Path, typer.Option(help="Where configuration, logs and report go.")] = MEMORY_DIRECTORY,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the report here as well.")] = None,
+) -> None:
+    """Lend serving's idle KV memory to rollout, and take it back in bursts; beside a fixed division.
+
+    About ten minutes.  Exit code 1 when a burst did not get half of what was lent back, serving preempted
+    more than alone, a request failed, or an activation took longer than a second.
+    """
+    from rose_daemon.bench import memory_report  # noqa: PLC0415 (engines' modules are not for --help)
+    from rose_daemon.bench.memory import MemoryBench, MemoryOptions  # noqa: PLC0415
+
+    console = Console(highlight=False)
+    check_report_path(json_file)
+    options = MemoryOptions(
+        directory=out.resolve(),
+        shared_mib=shared,
+        bursts=bursts,
+        burst_requests=requests,
+        burst_prompt_tokens=prompt_tokens,
+        burst_output_tokens=output_tokens,
+        concurrency=concurrency,
+        seed=seed,
+    )
+    with working_in(options.directory, keep=False), Screen(console) as screen:
+        interrupts = Interrupts(screen.say)
+        measured = interrupts.run(MemoryBench(options, screen, interrupts).run())
+    if measured is None:
+        console.print("interrupted; everything that was started has ended")
+        raise typer.Exit(INTERRUPTED)
+    report = memory_report.build(measured)
+    memory_report.show(report, console)
+    write_reports(report, options.directory, json_file, console)
+    raise typer.Exit(int(report["exit_code"]))
 
 
 @app.command()

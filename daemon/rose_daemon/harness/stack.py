@@ -41,7 +41,7 @@ ResultT = TypeVar("ResultT")
 
 SERVING_NAME = "serving"
 GENERATOR_NAME = "load-generator"
-SERVING_SHAPE = EngineShape(kv_blocks=256, block_tokens=32, context_tokens_max=2048, sequences_max=32)
+SERVING_SHAPE = EngineShape(block_tokens=32, context_tokens_max=2048, sequences_max=32)
 START_TIMEOUT_S = 300.0
 STOP_GRACE_S = 15.0
 _READY_STATE = "ready"
@@ -83,6 +83,10 @@ class StackPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Most rollout tokens of a step."""
     headroom_share: float = 0.2
     """Of the host's memory: rollout's KV budget is cut when less is free."""
+    shared_kv_bytes: int = 0
+    """KV memory that serving and the opportunistic replicas share; 0: each has its own."""
+    serving_kv_blocks: int = 256
+    """0: as many as there is memory for."""
     step_log: bool = False
     """Have the serving engine log its steps (`ReplicaConfig` says it for the others)."""
 
@@ -116,7 +120,7 @@ def configuration(plan: StackPlan, run_dir: Path, ports: Sequence[int]) -> dict[
             "tpot_slo_ms": plan.tpot_slo_ms,
         },
         "admission": {"token_cap": plan.token_cap},
-        "memory": {"headroom_share": plan.headroom_share},
+        "memory": {"headroom_share": plan.headroom_share, "shared_kv_bytes": plan.shared_kv_bytes},
         "scheduler": {
             "control": f"tcp://127.0.0.1:{control}",
             "gateway_port": gateway,
@@ -299,7 +303,8 @@ class Stack:
             cpus=(self.plan.cores.shared,),
             api_cpus=(self.plan.cores.host,),
             step_log=self.plan.step_log,
-            shape=SERVING_SHAPE,
+            kv_shared_bytes=self.plan.shared_kv_bytes,
+            shape=SERVING_SHAPE._replace(kv_blocks=self.plan.serving_kv_blocks),
         )
         await self.add("serving", command.argv, environ=command.env)
 
