@@ -121,10 +121,11 @@ def show(report: dict[str, Any], console: Console) -> None:
     console.print(table)
     memory, activation = report["memory"], report["activation"]
     lent, back, rss = memory["lent_mib"], memory["taken_back_mib"], memory["rollout_rss_fell_mib"]
-    console.print(
-        f"lent {lent['median']} MiB (median), taken back {back['median']} MiB, at least "
-        f"{memory['taken_share_min']:.0%} of it; worker RSS fell by {rss['median']} MiB"
-    )
+    if memory["bursts"]:
+        console.print(
+            f"lent {lent['median']} MiB (median), taken back {back['median']} MiB, at least "
+            f"{memory['taken_share_min']:.0%} of it; worker RSS fell by {rss['median']} MiB"
+        )
     times = memory["take_back_ms"]
     console.print(f"take-back: p50 {_text(times['p50'])} ms, p99 {_text(times['p99'])} ms")
     if activation is not None:
