@@ -151,10 +151,12 @@ class Rollout:
 def _answer_of(peer: Peer, line: str) -> Iterator[Any]:
     """Send a line; whether its answer is there can be asked meanwhile."""
     select = need("select")
+    answers = select.poll()  # unlike `select`, for any number of open files
     assert peer.process.stdin is not None
     peer.process.stdin.write(line + "\n")
     peer.process.stdin.flush()
-    yield lambda: bool(select.select([peer.process.stdout], [], [], 0)[0])
+    answers.register(peer.process.stdout, select.POLLIN)
+    yield lambda: bool(answers.poll(0))
 
 
 def gate(figures: Figures, device: str = "cuda", width: int = 8192, bursts: int = 8) -> None:
