@@ -266,8 +266,8 @@ class RelayConfig(_Section, frozen=True):
     """Certificates (PEM) by which trainers and nodes know the relay; empty means the system's."""
     shared_memory: bool = True
     """Let processes of the relay's user on its host read from its memory (kind embedded)."""
-    streams: int = 4
-    """Connections on which a bucket is pulled, in ranges (kind embedded); on loopback one is used."""
+    streams: int = 8
+    """Connections that share the pulls of a process (kind embedded); on loopback one is used."""
     pace_bytes_per_s: int = 0
     """Most that one connection sends, paced by the kernel (kind embedded); 0 is without limit."""
     congestion: str = ""

@@ -25,8 +25,8 @@ from rose.weights.bits import Bits
 from rose.weights.digests import digest
 from rose.weights.encoding import encode_version
 from rose.weights.relay import EpochChanged, RelayDenied, RelayFull, VersionGone
-from rose.weights.relay.bulk import Connection, Connections
-from rose.weights.relay.http import BULK_PATH, BULK_PROTOCOL, Put, PutReply
+from rose.weights.relay.http import BULK_PATH, BULK_PROTOCOL, BulkReply, Finish, Part, Put
+from rose.weights.relay.lanes import Lanes
 from rose.weights.relay.local import RelayClient
 from rose.weights.relay.ranges import Range, fetch_ranges
 from rose.weights.relay.shared import SharedReader
@@ -101,11 +101,12 @@ async def test_a_bucket_comes_in_ranges_over_several_connections(
 
     def cut_some(head: bytes) -> int | None:
         asked.append(next(line for line in head.split(b"\r\n") if line.startswith(b"Range")))
-        return 1_000_000 if len(asked) in (2, 5) else None
+        return 400_000 if len(asked) in (2, 5) else None
 
     async with proxy(url, cut_some) as (through, _), RelayClient(through, streams=4, timeout_s=20) as relay:
         assert await fetch(relay) == BYTES
-    assert len(asked) == len(set(asked)) == 6 + 2  # of at most 4 MiB, and what was cut off
+    pieces = -(-BUCKET.size // (1 << 20))
+    assert len(asked) == len(set(asked)) == pieces + 2  # what was cut off is asked for from there
     assert not caplog.records
 
 
@@ -153,10 +154,10 @@ async def test_a_download_that_was_given_up_writes_nothing_more(url: str) -> Non
 
 @pytest.fixture
 def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def refuse(self: Connections, call: Callable[[Connection], object]) -> object:
+    async def refuse(*_arguments: object) -> int:
         pytest.fail("went over the network")
 
-    monkeypatch.setattr(Connections, "run", refuse)
+    monkeypatch.setattr(Lanes, "move", refuse)
 
 
 async def test_a_reader_on_the_same_host_reads_the_relays_memory(
@@ -232,9 +233,9 @@ def frame(body: bytes) -> bytes:
     return len(body).to_bytes(4, "little") + body
 
 
-async def reply(reader: asyncio.StreamReader) -> PutReply:
+async def reply(reader: asyncio.StreamReader) -> BulkReply:
     length = int.from_bytes(await reader.readexactly(4), "little")
-    return msgspec.json.decode(await reader.readexactly(length), type=PutReply)
+    return msgspec.json.decode(await reader.readexactly(length), type=BulkReply)
 
 
 async def used(url: str) -> int:
@@ -245,6 +246,14 @@ async def used(url: str) -> int:
 def put_of(data: bytes, **changes: object) -> bytes:
     put = Put(JOB, 1, BUCKET.name, len(data), digest(data))
     return frame(msgspec.json.encode(msgspec.structs.replace(put, **changes)))
+
+
+def part_of(ticket: str, data: bytes, start: int, stop: int) -> bytes:
+    return frame(msgspec.json.encode(Part(ticket, start, stop - start))) + data[start:stop]
+
+
+def finish_of(ticket: str) -> bytes:
+    return frame(msgspec.json.encode(Finish(ticket)))
 
 
 @pytest.mark.parametrize(
@@ -277,7 +286,9 @@ async def test_frames_that_cannot_be_read_are_refused(url: str, noise: bytes) ->
     writer.close()
 
 
-@pytest.mark.parametrize("noise", [b"\xff" * 20_000, bytes(4), put_of(b"x" * 9) + b"x" * 9])
+@pytest.mark.parametrize(
+    "noise", [b"\xff" * 20_000, bytes(4), put_of(b"x" * 9) + b"x" * 9, put_of(b"x" * 9) * 2]
+)
 async def test_what_is_no_frame_ends_the_connection(url: str, noise: bytes) -> None:
     reader, writer = await upgraded(url)
     writer.write(noise)
@@ -299,10 +310,14 @@ async def test_a_bucket_may_come_in_any_pieces(url: str) -> None:
     for byte in put_of(data):
         writer.write(bytes([byte]))
         await writer.drain()
-    assert (await reply(reader)).state == "send"
-    for first in range(0, len(data), 70_001):
-        writer.write(data[first : first + 70_001])
+    opened = await reply(reader)
+    assert opened.state == "send"
+    everything = part_of(opened.ticket, data, 0, 100_000) + part_of(opened.ticket, data, 100_000, len(data))
+    for first in range(0, len(everything), 70_001):
+        writer.write(everything[first : first + 70_001])
         await writer.drain()
+    assert [(await reply(reader)).state for _ in range(2)] == ["received", "received"]
+    writer.write(finish_of(opened.ticket))
     assert (await reply(reader)).state == "stored"
     writer.write(put_of(data))
     assert (await reply(reader)).state == "stored"
@@ -310,6 +325,71 @@ async def test_a_bucket_may_come_in_any_pieces(url: str) -> None:
     answer = await reply(reader)
     assert (answer.state, answer.refusal and answer.refusal.error) == ("refused", "conflict")
     writer.close()
+
+
+async def test_parts_come_over_several_connections_in_any_order(url: str) -> None:
+    data = BYTES[:3_000_000]
+    opener, other = await upgraded(url), await upgraded(url)
+    opener[1].write(put_of(data))
+    ticket = (await reply(opener[0])).ticket
+    other[1].write(part_of(ticket, data, 2_000_000, 3_000_000) + part_of(ticket, data, 0, 1_000_000))
+    opener[1].write(part_of(ticket, data, 1_000_000, 2_000_000))
+    assert (await reply(opener[0])).state == "received"
+    assert [(await reply(other[0])).state for _ in range(2)] == ["received", "received"]
+    opener[1].write(finish_of(ticket))
+    assert (await reply(opener[0])).state == "stored"
+    for _, writer in (opener, other):
+        writer.close()
+
+
+async def test_a_bucket_with_a_part_missing_is_refused(url: str) -> None:
+    data = BYTES[:300_000]
+    reader, writer = await upgraded(url)
+    writer.write(put_of(data))
+    ticket = (await reply(reader)).ticket
+    writer.write(part_of(ticket, data, 0, 100_000))
+    assert (await reply(reader)).state == "received"
+    writer.write(finish_of(ticket))
+    answer = await reply(reader)
+    assert answer.refusal is not None
+    assert answer.refusal.error == "corrupt"
+    assert await used(url) == 0
+    writer.close()
+
+
+@pytest.mark.parametrize("span", [(-1, 5), (0, 0), (0, 10), (5, 10), (1 << 40, 1 << 41)])
+async def test_a_part_beyond_its_bucket_ends_the_connection(url: str, span: tuple[int, int]) -> None:
+    reader, writer = await upgraded(url)
+    writer.write(put_of(b"x" * 9))
+    ticket = (await reply(reader)).ticket
+    other_reader, other = await upgraded(url)
+    other.write(frame(msgspec.json.encode(Part(ticket, span[0], span[1] - span[0]))) + b"y" * 9)
+    answer = await reply(other_reader)
+    assert answer.refusal is not None
+    assert answer.refusal.error == "bad_request"
+    assert await _rest(other_reader) == b""
+    writer.write(part_of(ticket, b"x" * 9, 0, 9) + finish_of(ticket))
+    assert [(await reply(reader)).state for _ in range(2)] == ["received", "stored"]
+    writer.close()
+
+
+async def test_when_the_opener_goes_its_parts_go_too(url: str) -> None:
+    data = BYTES[:300_000]
+    reader, writer = await upgraded(url)
+    writer.write(put_of(data))
+    ticket = (await reply(reader)).ticket
+    other_reader, other = await upgraded(url)
+    other.write(part_of(ticket, data, 0, 300_000)[:1000])
+    await asyncio.sleep(0.1)
+    writer.transport.abort()
+    async with asyncio.timeout(5):
+        assert await _rest(other_reader) == b""
+    late_reader, late = await upgraded(url)
+    late.write(part_of(ticket, data, 0, 9))
+    answer = await reply(late_reader)
+    assert answer.refusal is not None
+    assert answer.refusal.error == "gone"
+    assert await used(url) == 0
 
 
 async def test_a_writer_killed_in_the_middle_of_a_frame_or_a_bucket_leaves_no_trace(url: str) -> None:
@@ -323,6 +403,38 @@ async def test_a_writer_killed_in_the_middle_of_a_frame_or_a_bucket_leaves_no_tr
             return
         await asyncio.sleep(0.02)
     pytest.fail("memory is not freed")
+
+
+async def test_an_upload_goes_on_when_one_of_its_connections_breaks(url: str) -> None:
+    """Through a proxy that breaks the third connection after 3 MB."""
+    host, port = url.removeprefix("http://").split(":")
+    made = []
+
+    async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        made.append(writer)
+        left = 3_000_000 if len(made) == 3 else None
+        up_reader, up_writer = await asyncio.open_connection(host, int(port))
+        back = asyncio.ensure_future(_copy(up_reader, writer, None))
+        await _copy(reader, up_writer, left)
+        back.cancel()
+        writer.transport.abort()
+
+    async with await asyncio.start_server(pass_on, "127.0.0.1", 0) as server:
+        through = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        async with RelayClient(through, streams=3, timeout_s=20) as relay:
+            await relay.put_bucket(JOB, V1, BUCKET.name, BYTES, BUCKET.digest)
+        assert len(made) > 4
+    async with RelayClient(url, timeout_s=20) as relay:
+        assert await relay.commit(JOB, V1, ENCODED.manifest) == ()
+        assert await fetch(relay) == BYTES
+
+
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, left: int | None) -> None:
+    while (left is None or left > 0) and (chunk := await reader.read(65536)):
+        writer.write(chunk)
+        await writer.drain()
+        left = None if left is None else left - len(chunk)
+    writer.close()
 
 
 async def test_bytes_that_are_not_those_of_the_digest_are_refused(url: str) -> None:

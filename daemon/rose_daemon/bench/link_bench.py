@@ -28,6 +28,7 @@ from rose_daemon.harness.summary import head
 _REFERENCE_S = 4
 _PORT = 7702
 """Of the relay: the namespace is ours."""
+_CONGESTION = Path("/proc/sys/net/ipv4/tcp_congestion_control")
 _WAYS = ("push", "pull")
 TARGETS = {"no loss": 0.92, "with loss": 0.8}
 """Share of the link's rate, as measured without loss, that a pull should reach."""
@@ -41,19 +42,19 @@ def measure(
     started_at = datetime.now(UTC)
     if missing := [name for name in ("iperf3", "openssl") if shutil.which(name) is None]:
         raise RoseError(f"{' and '.join(missing)} are not installed", "tools/debian.sh installs iperf3")
-    connections = PARALLEL * streams
     with emulated_link(spec) as link, _worker(link, nbytes, streams, congestion, spec.seed) as worker:
         phases = {}
         for name, ppm in (("no loss", 0), ("with loss", loss_ppm)):
             link.set_loss(ppm)
-            phases[name] = [_round(link, worker, connections, name, say) for _ in range(rounds)]
+            phases[name] = [_round(link, worker, streams, name, say) for _ in range(rounds)]
         moved = worker.nbytes
+    used = congestion or f"{_CONGESTION.read_text(encoding='ascii').strip()} (the system's)"
     rate = statistics.median(each["iperf3"] for each in phases["no loss"])
     return head("bench link", started_at) | {
         "link": {**asdict(spec), "queue_bytes": spec.queue, "loss_ppm": loss_ppm},
         "setup": {
             "bytes": moved, "rounds": rounds, "buckets_at_a_time": PARALLEL, "streams": streams,
-            "congestion": congestion or "system's", "iperf3_streams": connections, "tls": True,
+            "congestion": used, "iperf3_streams": streams, "tls": True,
         },
         "link_mbit_s": round(rate, 1),
         "mbit_s": {
@@ -93,16 +94,16 @@ class _Worker:
 
 
 def _round(
-    link: Link, worker: _Worker, connections: int, phase: str, say: Callable[[str], None]
+    link: Link, worker: _Worker, streams: int, phase: str, say: Callable[[str], None]
 ) -> dict[str, float]:
-    taken = {"iperf3": _iperf3(link, connections)}
+    taken = {"iperf3": _iperf3(link, streams)}
     for way in _WAYS:
         taken[way] = worker.run(way)
     say(f"{phase}: " + ", ".join(f"{way} {rate:.0f} Mbit/s" for way, rate in taken.items()))
     return taken
 
 
-def _iperf3(link: Link, connections: int) -> float:
+def _iperf3(link: Link, streams: int) -> float:
     """Mbit/s that iperf3 receives at the far end, slow start left out."""
     server = subprocess.Popen(
         [*link.far.prefix, "iperf3", "-s", "-1"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
@@ -111,7 +112,7 @@ def _iperf3(link: Link, connections: int) -> float:
         client = [*link.near.prefix, "iperf3", "-c", link.far.address, "-J", "-O", "1"]
         for _ in range(50):
             done = subprocess.run(
-                [*client, "-t", str(_REFERENCE_S), "-P", str(connections)],
+                [*client, "-t", str(_REFERENCE_S), "-P", str(streams)],
                 capture_output=True, text=True, check=False,
             )  # fmt: skip
             received = json.loads(done.stdout).get("end", {}).get("sum_received")

@@ -36,7 +36,7 @@ def link(
     rate: Annotated[float, typer.Option(min=1, max=10_000, help="Mbit/s of the link.")] = 1000,
     rtt_ms: Annotated[float, typer.Option("--rtt", min=0, max=1000, help="Round trip, ms.")] = 20,
     loss: Annotated[int, typer.Option(min=0, max=100_000, help="Packets lost in a million, then.")] = 100,
-    streams: Annotated[int, typer.Option(min=1, max=64, help="As relay.streams.")] = 4,
+    streams: Annotated[int, typer.Option(min=1, max=64, help="As relay.streams.")] = 8,
     congestion: Annotated[str, typer.Option(help="As relay.congestion.")] = "",
     seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of the bytes and the losses.")] = 1,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the report here.")] = None,

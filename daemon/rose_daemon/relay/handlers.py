@@ -36,9 +36,10 @@ from rose.weights.relay.shared import host_id
 from rose.weights.relay.sockets import AS_THE_SYSTEM_DOES, Sending
 from rose_daemon.relay import bulk, requests
 from rose_daemon.relay.arena import ArenaPool
-from rose_daemon.relay.bulk import BulkReceiver
+from rose_daemon.relay.bulk import Bulk
 from rose_daemon.relay.pools import MemoryBlock, Pool
 from rose_daemon.relay.requests import TRANSFER_MAX_S, answer
+from rose_daemon.relay.uploads import Uploads
 from rose_daemon.relay.vault import Block, Vault
 
 _EXPIRE_PERIOD_S = 5.0
@@ -199,7 +200,7 @@ class EmbeddedHandlers(RelayHandlers[MemoryBlock]):
         super().__init__(vault, pool, token)
         self._arena = pool if isinstance(pool, ArenaPool) else None
         self._sending = sending
-        self._receivers: set[BulkReceiver] = set()
+        self._bulk = Bulk(vault, Uploads(vault), self.tidy, set())
         if self._arena is not None:
             self.headers[HOST_HEADER] = host_id()
 
@@ -239,11 +240,11 @@ class EmbeddedHandlers(RelayHandlers[MemoryBlock]):
         return web.Response(status=201)
 
     async def _receive_many(self, request: web.Request) -> web.StreamResponse:
-        await bulk.receive(request, self.vault, self.tidy, self._receivers)
+        await bulk.receive(request, self._bulk)
         return web.Response()  # to nobody: the connection has ended
 
     async def _end_receivers(self, _app: web.Application) -> None:
-        for receiver in list(self._receivers):
+        for receiver in list(self._bulk.receivers):
             receiver.end()
 
     async def _place(self, request: web.Request) -> web.Response:

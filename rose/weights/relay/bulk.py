@@ -1,7 +1,7 @@
-"""Moving the bytes of buckets to and from an embedded relay without copies, in threads.
+"""Connections to an embedded relay for the bytes of buckets, used from threads; and uploads over them.
 
-`recv_into` and `sendall` move them between the kernel and the caller's memory and release the GIL.  Downloads
-are HTTP range requests; uploads go over a connection that is upgraded to BULK_PROTOCOL.
+`recv_into` and `sendall` move bytes between the kernel and the caller's memory without copies, and release
+the GIL.  Uploads go over connections that are upgraded to BULK_PROTOCOL; for downloads see `lanes`.
 """
 
 from __future__ import annotations
@@ -10,22 +10,29 @@ import asyncio
 import http.client
 import socket
 import ssl
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from typing import TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
 
-from rose.errors import ConfigError, CorruptDelta
-from rose.units import MIB
+from rose.errors import ConfigError
 from rose.weights.manifest import MANIFEST_BYTES_MAX
-from rose.weights.relay import EpochChanged
 from rose.weights.relay.control import Retry, refusal_of, refused
-from rose.weights.relay.http import BULK_PATH, BULK_PROTOCOL, EPOCH_HEADER, FRAME_BYTES_MAX, Put, PutReply
+from rose.weights.relay.http import (
+    BULK_PATH,
+    BULK_PROTOCOL,
+    FRAME_BYTES_MAX,
+    BulkReply,
+    BulkRequest,
+    Finish,
+    Part,
+    Put,
+)
 from rose.weights.relay.sockets import Sending
 
-_READ_BYTES = MIB
 _SILENCE_MAX_S = 15.0
 """A connection on which nothing moves for this long is given up and made again."""
 _LENGTH_BYTES = 4
@@ -33,73 +40,53 @@ _THREADS_MAX = 32
 _T = TypeVar("_T")
 
 
-class Epochs:
-    """The one epoch that all parts of a download come from; if none is given, the first answer settles it."""
-
-    def __init__(self, epoch: str | None) -> None:
-        self._settled = {} if epoch is None else {"epoch": epoch}
-
-    def check(self, epoch: str) -> None:
-        """Raises EpochChanged.  May be called from several threads."""
-        if self._settled.setdefault("epoch", epoch) != epoch:
-            raise EpochChanged("the relay was restarted meanwhile")
-
-
 class Connection:
-    """One connection to an embedded relay, for downloads or (once upgraded) for uploads.  Calls block."""
+    """One connection to an embedded relay.  Calls block."""
 
     def __init__(
         self, url: str, headers: Mapping[str, str], tls: ssl.SSLContext | None, sending: Sending
     ) -> None:
         parts = urlsplit(url)
         host = parts.hostname or ""
-        self._headers = dict(headers)
         self._prefix = parts.path
+        self._headers = {"Host": parts.netloc.rpartition("@")[2], **headers}
         self._sending = sending
         self._http = (
             http.client.HTTPSConnection(host, parts.port, timeout=_SILENCE_MAX_S, context=tls)
             if parts.scheme == "https"
             else http.client.HTTPConnection(host, parts.port, timeout=_SILENCE_MAX_S)
         )
-        self._upgraded = False
         self._aborted = False
 
-    def download(self, path: str, view: memoryview, start: int, epochs: Epochs) -> int:
-        """Fill `view` from byte `start` of a bucket on; answers how far it came, if the connection broke."""
-        headers = {**self._headers, "Range": f"bytes={start}-{start + len(view) - 1}"}
-        self._connect()
-        self._http.request("GET", self._prefix + path, headers=headers)
-        response = self._http.getresponse()
-        epochs.check(response.headers.get(EPOCH_HEADER, ""))
-        if response.status >= 300:
-            raise refusal_of(response.status, response.read(MANIFEST_BYTES_MAX))
-        if response.status != 206 or response.length != len(view):
-            raise CorruptDelta(f"the relay answered {response.length} bytes where {len(view)} were asked")
-        received = 0
-        try:
-            while received < len(view):
-                if not (got := response.readinto(view[received : received + _READ_BYTES])):
-                    break
-                received += got
-        except OSError:
-            pass  # what has come is kept
-        if received == len(view):
-            response.read()  # the end, which makes the connection fit for the next request
-        else:
-            self.close()
-        return received
+    @property
+    def socket(self) -> socket.socket:
+        """The socket, with TLS if any.  Raises ConnectionAbortedError."""
+        sock: socket.socket | None = self._http.sock
+        if sock is None:
+            raise ConnectionAbortedError("closed")
+        return sock
 
-    def upload(self, put: Put, view: memoryview) -> None:
-        """Send a bucket, unless the relay has these very bytes."""
-        self._connect()
-        sock = self._upgrade()
-        _send_frame(sock, msgspec.json.encode(put))
-        reply = _receive_reply(sock)
-        if reply.state == "send":
-            sock.sendall(view)
-            reply = _receive_reply(sock)
-        if reply.refusal is not None:
-            raise refused(reply.refusal)
+    @property
+    def closed(self) -> bool:
+        """Whether it has to be made (again)."""
+        return self._http.sock is None
+
+    def connect(self) -> bool:
+        """Connect, unless it is; answers whether that was needed."""
+        needed = self.closed
+        if needed:
+            self._aborted = False
+            self._http.connect()
+            self._sending.apply(self.socket)
+        if self._aborted:
+            raise ConnectionAbortedError("given up")
+        return needed
+
+    def send_request(self, path: str, headers: Mapping[str, str]) -> None:
+        """Send a GET."""
+        lines = [f"GET {self._prefix}{path} HTTP/1.1"]
+        lines += [f"{name}: {value}" for name, value in {**self._headers, **headers}.items()]
+        self.socket.sendall("\r\n".join([*lines, "", ""]).encode("ascii"))
 
     def abort(self) -> bool:
         """Break it off, from another thread; True if the call at work on it is about to fail."""
@@ -116,99 +103,112 @@ class Connection:
         """Close it."""
         self._http.close()
 
-    def _connect(self) -> None:
-        if self._http.sock is None:
-            self._upgraded = False
-            self._http.connect()
-            self._sending.apply(_socket_of(self._http))
-        if self._aborted:
-            raise ConnectionAbortedError("given up")
 
-    def _upgrade(self) -> socket.socket:
-        sock = _socket_of(self._http)
-        if not self._upgraded:
-            headers = {**self._headers, "Connection": "upgrade", "Upgrade": BULK_PROTOCOL}
-            self._http.request("GET", self._prefix + BULK_PATH, headers=headers)
-            # The relay says nothing beyond the head of its answer before it is asked again.
-            response = self._http.getresponse()
-            if response.status != http.HTTPStatus.SWITCHING_PROTOCOLS:
-                raise refusal_of(response.status, response.read(MANIFEST_BYTES_MAX))
-            self._upgraded = True
-        return sock
+class Uplink(Connection):
+    """A connection that is upgraded to BULK_PROTOCOL.  Calls block; refusals raise what they stand for."""
 
+    def open(self, put: Put) -> str:
+        """Open a bucket; answers its ticket, empty if the relay has these very bytes."""
+        self._make_ready()
+        self._send(put)
+        return self.receive().ticket
 
-class Connections:
-    """Connections to one relay, each used by one thread at a time and kept for the next call."""
+    def send_part(self, part: Part, view: memoryview) -> None:
+        """Send bytes of a bucket; `receive` what is said to that."""
+        self._make_ready()
+        self._send(part)
+        self.socket.sendall(view)
 
-    def __init__(self, make: Callable[[], Connection]) -> None:
-        self._make = make
-        self._idle: list[Connection] = []
-        self._threads = ThreadPoolExecutor(_THREADS_MAX, thread_name_prefix="rose-bulk")
+    def send_all(self, ticket: str, view: memoryview) -> None:
+        """Send a bucket in one part."""
+        self.send_part(Part(ticket, 0, len(view)), view)
+        self.receive()
 
-    async def run(self, call: Callable[[Connection], _T]) -> _T:
-        """Make a blocking call on a connection, in a thread.  Raises Retry where a next attempt may succeed.
+    def finish(self, ticket: str) -> None:
+        """The whole bucket was received."""
+        self._send(Finish(ticket))
+        self.receive()
 
-        When the caller is cancelled, the call has ended before this does: no buffer is written afterwards.
-        """
-        connection = self._idle.pop() if self._idle else self._make()
-        work = asyncio.get_running_loop().run_in_executor(self._threads, _attempt, call, connection)
+    def receive(self) -> BulkReply:
+        """The next answer."""
+        length = int.from_bytes(self._receive_bytes(_LENGTH_BYTES), "little")
+        if length > FRAME_BYTES_MAX:
+            raise Retry("what answers is no relay")
         try:
-            outcome = await asyncio.shield(work)
-        except asyncio.CancelledError:
-            if connection.abort():
-                await asyncio.wait([work])
-            work.add_done_callback(lambda done: done.cancelled() or done.exception())
-            connection.close()
-            raise
+            reply = msgspec.json.decode(self._receive_bytes(length), type=BulkReply)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise Retry(f"the relay's answer cannot be read: {error}") from None
+        if reply.refusal is not None:
+            raise refused(reply.refusal)
+        return reply
+
+    def _make_ready(self) -> None:
+        if not self.connect():
+            return
+        self.send_request(BULK_PATH, {"Connection": "upgrade", "Upgrade": BULK_PROTOCOL})
+        # The relay says nothing beyond the head of its answer before it is asked again.
+        with http.client.HTTPResponse(self.socket, method="GET") as response:
+            response.begin()
+            if response.status != http.HTTPStatus.SWITCHING_PROTOCOLS:
+                refusal = refusal_of(response.status, response.read(MANIFEST_BYTES_MAX))
+                self.close()
+                raise refusal
+
+    def _send(self, request: BulkRequest) -> None:
+        body = msgspec.json.encode(request)
+        self.socket.sendall(len(body).to_bytes(_LENGTH_BYTES, "little") + body)
+
+    def _receive_bytes(self, length: int) -> bytearray:
+        data = bytearray(length)
+        view, received = memoryview(data), 0
+        while received < length:
+            if not (got := self.socket.recv_into(view[received:])):
+                raise ConnectionResetError("the relay closed the connection")
+            received += got
+        return data
+
+
+class Uplinks:
+    """Connections on which buckets are opened and finished, each for one bucket at a time, and then kept."""
+
+    def __init__(self, make: Callable[[], Uplink]) -> None:
+        self._make = make
+        self._idle: list[Uplink] = []
+        self._threads = ThreadPoolExecutor(_THREADS_MAX, thread_name_prefix="rose-uplink")
+
+    @asynccontextmanager
+    async def borrowed(self) -> AsyncIterator[Uplink]:
+        """A connection, which is closed if anything goes wrong."""
+        uplink = self._idle.pop() if self._idle else self._make()
+        try:
+            yield uplink
         except BaseException:
-            connection.close()
+            uplink.abort()
+            uplink.close()
             raise
-        self._idle.append(connection)
-        return outcome
+        self._idle.append(uplink)
+
+    async def run(self, call: Callable[[], _T]) -> _T:
+        """Make a blocking call, in a thread.  Raises Retry where a next attempt may succeed."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, _attempt, call)
 
     def close(self) -> None:
         """Close them all."""
-        for connection in self._idle:
-            connection.close()
+        for uplink in self._idle:
+            uplink.close()
         self._idle.clear()
         self._threads.shutdown(wait=False)
 
 
-def _attempt(call: Callable[[Connection], _T], connection: Connection) -> _T:
+def _attempt(call: Callable[[], _T]) -> _T:
     try:
-        return call(connection)
-    except ssl.SSLCertVerificationError as error:
-        raise ConfigError(f"TLS failed: {error}", "check relay.url and relay.tls_ca") from None
-    except (OSError, http.client.HTTPException) as error:
-        raise Retry(str(error) or type(error).__name__) from error
+        return call()
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        raise failure(error) from error
 
 
-def _socket_of(connection: http.client.HTTPConnection) -> socket.socket:
-    sock: socket.socket | None = connection.sock
-    if sock is None:
-        raise ConnectionAbortedError("closed")
-    return sock
-
-
-def _send_frame(sock: socket.socket, body: bytes) -> None:
-    sock.sendall(len(body).to_bytes(_LENGTH_BYTES, "little") + body)
-
-
-def _receive_reply(sock: socket.socket) -> PutReply:
-    length = int.from_bytes(_receive(sock, _LENGTH_BYTES), "little")
-    if length > FRAME_BYTES_MAX:
-        raise Retry("what answers is no relay")
-    try:
-        return msgspec.json.decode(_receive(sock, length), type=PutReply)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise Retry(f"the relay's answer cannot be read: {error}") from None
-
-
-def _receive(sock: socket.socket, length: int) -> bytearray:
-    data = bytearray(length)
-    view, received = memoryview(data), 0
-    while received < length:
-        if not (got := sock.recv_into(view[received:])):
-            raise Retry("the relay closed the connection")
-        received += got
-    return data
+def failure(error: Exception) -> Exception:
+    """What a broken connection means to the caller."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return ConfigError(f"TLS failed: {error}", "check relay.url and relay.tls_ca")
+    return Retry(str(error) or type(error).__name__)

@@ -6,6 +6,7 @@ Every call has one deadline that covers its retries.  A connection that breaks i
 from __future__ import annotations
 
 import asyncio
+import re
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -19,7 +20,7 @@ import msgspec
 from rose.errors import ConfigError, CorruptDelta, NotReady, RoseError
 from rose.units import MIB, JobId, WeightVersion
 from rose.weights import manifest as manifests
-from rose.weights.manifest import MANIFEST_BYTES_MAX, Manifest, valid_job
+from rose.weights.manifest import BUCKET_PATTERN, MANIFEST_BYTES_MAX, Manifest, valid_job
 from rose.weights.relay import Committed, EpochChanged, JobStat, RelayUnavailable
 from rose.weights.relay.http import (
     EPOCH_HEADER,
@@ -231,9 +232,11 @@ def _trust(tls_ca: str) -> ssl.SSLContext:
 
 
 def version_path(job: JobId, version: WeightVersion | None = None, bucket: str | None = None) -> str:
-    """Where a job, a version or a bucket is found.  Raises BadRequest for what is no job id."""
+    """Where a job, a version or a bucket is found.  Raises BadRequest for what is no name."""
     if not valid_job(job):
         raise BadRequest(f"{job!r} is not a job id", "letters, digits, dot, dash and underscore")
+    if bucket is not None and not re.match(BUCKET_PATTERN, bucket):
+        raise BadRequest(f"{bucket!r} is not a bucket's name")
     path = f"{ROOT}/{job}" if version is None else f"{ROOT}/{job}/versions/{version}"
     return path if bucket is None else f"{path}/buckets/{bucket}"
 

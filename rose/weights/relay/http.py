@@ -12,7 +12,7 @@
     DELETE /rose/relay/v1/jobs/{job}/versions/{version}
     GET    /rose/relay/v1/jobs/{job}                                        -> JobStat
     GET    /rose/relay/v1/jobs/{job}/latest?after=&wait_s=                  -> Latest
-    GET    /rose/relay/v1/bulk                  Upgrade: rose-bulk-1; then Put -> PutReply, bytes -> PutReply
+    GET    /rose/relay/v1/bulk         Upgrade: rose-bulk-1; then Put, Part and bytes, Finish -> BulkReply
     GET    /health
 
 Buckets themselves go to and from an embedded relay; with one of kind mooncake only their places do.  A client
@@ -94,8 +94,8 @@ class SharedPlacement(msgspec.Struct, frozen=True):
     tag: str
 
 
-class Put(msgspec.Struct, frozen=True):
-    """A bucket that a writer wants to send over an upgraded connection."""
+class Put(msgspec.Struct, frozen=True, tag="put"):
+    """A bucket that a writer wants to send, in parts.  Answers: `send`, `stored`, `refused`."""
 
     job: str
     version: int
@@ -104,11 +104,29 @@ class Put(msgspec.Struct, frozen=True):
     digest: str
 
 
-class PutReply(msgspec.Struct, frozen=True):
-    """`send`: its bytes are expected now.  `stored`: the relay has them.  `refused`: and why."""
+class Part(msgspec.Struct, frozen=True, tag="part"):
+    """`size` bytes of a bucket from `start` on follow.  Answers: `received`; or `refused`, and the end."""
 
-    state: Literal["send", "stored", "refused"]
+    ticket: str
+    start: int
+    size: int
+
+
+class Finish(msgspec.Struct, frozen=True, tag="finish"):
+    """All parts were received.  Answers: `stored`, `refused`."""
+
+    ticket: str
+
+
+BulkRequest = Put | Part | Finish
+
+
+class BulkReply(msgspec.Struct, frozen=True):
+    """`send`: the bucket may come, under this ticket.  `stored`: the relay has it.  `refused`: and why."""
+
+    state: Literal["send", "received", "stored", "refused"]
     refusal: Refusal | None = None
+    ticket: str = ""
 
 
 STATUS_BY_ERROR: dict[str, tuple[int, type[RoseError]]] = {

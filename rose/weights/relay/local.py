@@ -1,7 +1,7 @@
 """Client of the embedded relay (`rose relay`).
 
 Buckets come from the relay's own memory where it runs on this host and lets us, else over the network: in
-parallel ranges, each of which goes on where its connection broke.
+pieces that several connections share, each of which goes on where its connection broke.
 """
 
 from __future__ import annotations
@@ -17,15 +17,18 @@ from rose.config_rules import is_loopback
 from rose.errors import CorruptDelta
 from rose.secret import read_secret
 from rose.units import MIB, JobId, WeightVersion
-from rose.weights.relay.bulk import Connection, Connections, Epochs
+from rose.weights.relay.bulk import Uplink, Uplinks
 from rose.weights.relay.control import ControlClient, Retry, decode, version_path
 from rose.weights.relay.http import Put, SharedPlacement
-from rose.weights.relay.ranges import run_some
+from rose.weights.relay.lanes import Downlane, Epochs, Lanes, Offered, Uplane, Wanted
+from rose.weights.relay.ranges import run_all
 from rose.weights.relay.shared import SharedReader, host_id
 from rose.weights.relay.sockets import AS_THE_SYSTEM_DOES, Sending
 
-_RANGE_BYTES = 4 * MIB
-"""About what is asked for at a time where several connections share a download."""
+_PIECE_BYTES = MIB
+"""What is asked for at a time where several connections share the work."""
+_ONLY_PIECE_BYTES = 64 * MIB
+"""The same where there is one."""
 _COPY_THREADS = 2
 _COPY_BYTES_MIN = 8 * MIB
 
@@ -33,7 +36,7 @@ _COPY_BYTES_MIN = 8 * MIB
 class RelayClient(ControlClient):
     """Client of the embedded relay; implements `rose.weights.relay.Relay`.
 
-    `streams` is how many connections share one download; on loopback one is fastest.
+    `streams` is how many connections its downloads share; on loopback one is fastest.
     """
 
     def __init__(
@@ -49,9 +52,10 @@ class RelayClient(ControlClient):
     ) -> None:
         super().__init__(url, token=token, timeout_s=timeout_s, tls_ca=tls_ca)
         tls = self.tls if isinstance(self.tls, ssl.SSLContext) else None
-        self._streams = streams
-        self._connections = Connections(lambda: Connection(self.url, self.headers, tls, sending))
-        self._uploads = Connections(lambda: Connection(self.url, self.headers, tls, sending))
+        self._down: Lanes[Wanted] = Lanes(lambda: Downlane(self.url, self.headers, tls, sending), streams)
+        self._up: Lanes[Offered] = Lanes(lambda: Uplane(self.url, self.headers, tls, sending), streams)
+        self._piece_bytes = _PIECE_BYTES if streams > 1 else _ONLY_PIECE_BYTES
+        self._uplinks = Uplinks(lambda: Uplink(self.url, self.headers, tls, sending))
         self._try_shared = shared_memory
         self._reader: tuple[str, SharedReader] | None = None
 
@@ -77,7 +81,10 @@ class RelayClient(ControlClient):
         put = Put(job, version, bucket, len(view), digest)
 
         async def attempt() -> None:
-            await self._uploads.run(lambda connection: connection.upload(put, view))
+            async with self._uplinks.borrowed() as uplink:
+                if ticket := await self._uplinks.run(lambda: uplink.open(put)):
+                    await self._upload(uplink, ticket, view)
+                    await self._uplinks.run(lambda: uplink.finish(ticket))
 
         await self.until_done(attempt, self.timeout_s)
 
@@ -97,38 +104,49 @@ class RelayClient(ControlClient):
         if not len(view) or await self._read_shared(path, view, offset, epoch):
             return
         epochs = Epochs(epoch)
-        # More ranges than connections: one that is slow takes fewer of them, and holds up nobody at the end.
-        parts = 1 if self._streams == 1 else -(-len(view) // _RANGE_BYTES)
-        await run_some(
-            self._streams,
-            (
-                self._download(path, view[first:stop], offset + first, epochs)
-                for first, stop in _cuts(len(view), parts)
-            ),
+        await run_all(
+            self._download(path, view[first:stop], offset + first, epochs)
+            for first, stop in self._pieces(view)
         )
 
     async def aclose(self) -> None:
         """Close connections."""
         await super().aclose()
-        self._connections.close()
-        self._uploads.close()
+        self._down.close()
+        self._up.close()
+        self._uplinks.close()
         if self._reader is not None:
             self._reader[1].close()
             self._reader = None
 
     # ---- inside ----
 
+    def _pieces(self, view: memoryview) -> list[tuple[int, int]]:
+        return _cuts(len(view), -(-len(view) // self._piece_bytes))
+
+    async def _upload(self, uplink: Uplink, ticket: str, view: memoryview) -> None:
+        """Send all bytes of a bucket that `uplink` has opened."""
+        pieces = self._pieces(view)
+        if len(pieces) == 1:  # not worth another connection
+            await self._uplinks.run(lambda: uplink.send_all(ticket, view))
+            return
+
+        async def send(first: int, stop: int) -> None:
+            async def attempt() -> None:
+                await self._up.move(Offered(ticket, view[first:stop], first))
+
+            await self.until_done(attempt, self.timeout_s)
+
+        await run_all(send(first, stop) for first, stop in pieces)
+
     async def _download(self, path: str, view: memoryview, start: int, epochs: Epochs) -> None:
         received = 0
 
         async def attempt() -> None:
             nonlocal received
-            rest, first = view[received:], start + received
-            got = await self._connections.run(
-                lambda connection: connection.download(path, rest, first, epochs)
-            )
-            received += got
-            if got < len(rest):
+            rest = view[received:]
+            received += await self._down.move(Wanted(path, rest, start + received, epochs))
+            if received < len(view):
                 raise Retry("the download broke off")
 
         await self.until_done(attempt, self.timeout_s)
