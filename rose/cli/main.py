@@ -61,7 +61,7 @@ _SUMMARY = {
     "relay": "Run the relay that weight versions go through.",
     "keys": "Make keys for the control plane between hosts.",
     "demo": "Run the whole system on this machine and report.",
-    "bench": "Measure: co-serving, weight deltas, the relay, a long link.",
+    "bench": "Measure: co-serving, memory sharing, weight deltas, the relay, a long link.",
     "profile": "Measure how long the steps of a model take on this host.",
     "mps": "Share the GPU through NVIDIA MPS: serving and rollout at once, instead of in turns.",
     "sim": "Run or reproduce experiments in the simulator.",
