@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import resource
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,6 +20,14 @@ from rose.boards import BoardPaths
 from rose.config import Config, NodeConfig, ReplicaConfig, ServingConfig
 from rose.engines.vllm.launch import EngineShape, rollout_command, serving_command
 from rose.units import ReplicaId
+
+
+def pytest_configure() -> None:
+    """Property tests on whole engines leave thousands of boards open until Python collects them."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY:
+        enough = 65_536 if hard == resource.RLIM_INFINITY else min(hard, 65_536)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, enough), hard))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
