@@ -26,6 +26,8 @@ from rose_daemon.bench.transfer import relay_process
 from rose_daemon.harness.summary import head
 
 _REFERENCE_S = 4
+_REST_S = 2
+"""Before each transfer: what the one before left on the wire and in queues is not part of it."""
 _PORT = 7702
 """Of the relay: the namespace is ours."""
 _CONGESTION = Path("/proc/sys/net/ipv4/tcp_congestion_control")
@@ -98,6 +100,7 @@ def _round(
 ) -> dict[str, float]:
     taken = {"iperf3": _iperf3(link, streams)}
     for way in _WAYS:
+        time.sleep(_REST_S)
         taken[way] = worker.run(way)
     say(f"{phase}: " + ", ".join(f"{way} {rate:.0f} Mbit/s" for way, rate in taken.items()))
     return taken

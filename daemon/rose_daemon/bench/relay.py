@@ -52,7 +52,7 @@ async def _rounds(
                 seconds = {"tcp": await asyncio.to_thread(_timed, lambda: sender.fill(memory))}
                 seconds["push"] = await push(far, version, parallel=1)
                 seconds["pull"] = await over_tcp.pull(parallel=1)
-                seconds["same-host pull"] = await from_memory.pull(parallel=1)
+                seconds["same-host pull"] = await from_memory.pull()
                 await far.delete(JOB, version.manifest.version)
                 if number:
                     taken.append(seconds)

@@ -31,7 +31,7 @@ def relay(
 
 
 def link(
-    size_mb: Annotated[int, typer.Option("--mb", min=1, max=4096, help="Size of the version moved.")] = 256,
+    size_mb: Annotated[int, typer.Option("--mb", min=1, max=4096, help="Size of the version moved.")] = 512,
     rounds: Annotated[int, typer.Option(min=1, help="Times that each is measured.")] = 3,
     rate: Annotated[float, typer.Option(min=1, max=10_000, help="Mbit/s of the link.")] = 1000,
     rtt_ms: Annotated[float, typer.Option("--rtt", min=0, max=1000, help="Round trip, ms.")] = 20,

@@ -15,6 +15,7 @@ from typing import Generic, TypeVar
 import xxhash
 from aiohttp import web
 
+from rose.config_rules import is_loopback
 from rose.errors import CorruptDelta, RoseError
 from rose.units import MIB
 from rose.weights import manifest as manifests
@@ -133,7 +134,10 @@ class RelayHandlers(Generic[B]):
 
     async def _manifest(self, request: web.Request) -> web.Response:
         encoded = self.vault.manifest(requests.key(request))
-        return web.Response(body=encoded, content_type="application/json")
+        response = web.Response(body=encoded, content_type="application/json")
+        if not is_loopback(request.remote or ""):
+            response.enable_compression()  # a long one costs round trips before a connection is up to speed
+        return response
 
     async def _abort(self, request: web.Request) -> web.Response:
         self.vault.abort(requests.key(request))
