@@ -185,7 +185,19 @@ def settled(seconds: float = 5) -> None:
         scheduler._rose_elastic.look(time.monotonic_ns())
 
 
+def measured(seconds: float = 5) -> None:
+    """Until the worker's figures are from after this call: it measures by its own clock, not every step."""
+    memory, asked_ns = scheduler._rose_elastic.memory, time.monotonic_ns()
+    deadline = time.monotonic() + seconds
+    while memory.holding.stamp_ns < asked_ns and time.monotonic() < deadline:
+        time.sleep(0.01)
+        scheduler._rose_elastic.look(time.monotonic_ns())
+    assert memory.holding.stamp_ns >= asked_ns, "the worker measured nothing"
+
+
 def cut_at_130(step: int) -> None:
+    if step == 128:
+        measured()
     if step == 130:
         cut["blocks"] = sum(held()) - held()[-1] - held()[-2] - 1  # three victims at least
         cut["resident_before"] = reading().kv_resident_bytes
