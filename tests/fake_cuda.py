@@ -31,6 +31,7 @@ class FakeCuda:
     CUmemAllocationType = SimpleNamespace(CU_MEM_ALLOCATION_TYPE_PINNED=1)
     CUmemLocationType = SimpleNamespace(CU_MEM_LOCATION_TYPE_DEVICE=1)
     CUmemAccess_flags = SimpleNamespace(CU_MEM_ACCESS_FLAGS_PROT_READWRITE=3)
+    CUstream_flags = SimpleNamespace(CU_STREAM_NON_BLOCKING=1)
     CUmemAllocationGranularity_flags = SimpleNamespace(CU_MEM_ALLOC_GRANULARITY_MINIMUM=0)
 
     def __init__(
@@ -48,6 +49,10 @@ class FakeCuda:
         self.mapped: dict[int, tuple[int, int]] = {}
         """Address -> allocation and bytes."""
         self.accessible: set[int] = set()
+        self.zeroed: set[int] = set()
+        """Accessible pages that hold zeros since they were mapped."""
+        self.streams: dict[int, bool] = {}
+        """Stream -> whether work is left on it."""
         self.retained = 0
         self.contexts: list[str] = []
         self.busy = False
@@ -64,8 +69,16 @@ class FakeCuda:
 
     def require_nothing_left(self) -> None:
         """Fail unless everything that was taken has been given back."""
-        left = (self.ranges, self.handles, self.mapped, self.accessible, self.retained, self.contexts)
-        assert left == ({}, {}, {}, set(), 0, []), left
+        left = (
+            self.ranges,
+            self.handles,
+            self.mapped,
+            self.accessible,
+            self.streams,
+            self.retained,
+            self.contexts,
+        )
+        assert left == ({}, {}, {}, set(), {}, 0, []), left
 
     # ---- records ------------------------------------------------------------------------------------
 
@@ -188,6 +201,26 @@ class FakeCuda:
         for page in pages:
             del self.mapped[page]
             self.accessible.discard(page)
+            self.zeroed.discard(page)
+
+    def _stream_create(self, flags: int) -> int:
+        assert (flags, bool(self.contexts)) == (1, True)
+        stream = self._new()
+        self.streams[stream] = False
+        return stream
+
+    def _stream_synchronize(self, stream: int) -> None:
+        self.streams[stream] = False
+
+    def _stream_destroy(self, stream: int) -> None:
+        assert not self.streams.pop(stream), "destroyed with work left on it"
+
+    def _memset_d8_async(self, address: int, value: int, size: int, stream: int) -> None:
+        pages = self._covered(address, size)
+        assert value == 0
+        assert set(pages) <= self.accessible
+        self.zeroed.update(pages)
+        self.streams[stream] = True
 
     def _mem_release(self, handle: int) -> None:
         assert handle in self.handles, "released twice"

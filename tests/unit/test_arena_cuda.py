@@ -49,6 +49,18 @@ def test_pages_get_memory_and_lose_it(cuda: FakeCuda) -> None:
     cuda.require_nothing_left()
 
 
+def test_new_pages_are_zeros_and_old_ones_are_left_alone(cuda: FakeCuda) -> None:
+    arena = arena_of(cuda)
+    arena.ensure(2, 2)
+    assert cuda.zeroed == cuda.accessible
+    cuda.zeroed.clear()  # somebody writes there
+    cuda.busy = True
+    arena.ensure(0, PAGES)
+    assert {(address - arena.address) // GRANULE for address in cuda.zeroed} == set(range(PAGES)) - {2, 3}
+    assert not any(cuda.streams.values())  # and they are zeros now, not soon
+    assert cuda.busy  # nor was a kernel waited for
+
+
 def test_pages_that_have_memory_keep_it(cuda: FakeCuda) -> None:
     arena = arena_of(cuda)
     arena.ensure(2, 2)
@@ -284,6 +296,7 @@ def test_the_real_bindings_have_all_that_is_used() -> None:
         record.location.type = real.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         record.location.id = 0
     assert int(real.CUresult.CUDA_ERROR_OUT_OF_MEMORY) == CUresult.CUDA_ERROR_OUT_OF_MEMORY
+    assert int(real.CUstream_flags.CU_STREAM_NON_BLOCKING) == 1
     assert int(real.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE) == 3
     assert real.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
     assert hasattr(real.CUmemAllocationGranularity_flags, "CU_MEM_ALLOC_GRANULARITY_MINIMUM")

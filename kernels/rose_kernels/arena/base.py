@@ -44,7 +44,8 @@ class Arena(Protocol):
     def ensure(self, first_page: int, count: int) -> None:
         """Put memory behind these pages; those that have some keep it, with what is in them.
 
-        What new pages contain is undefined.  Raises ArenaExhausted when there is none, ArenaError for
+        New pages are zeros: what another process left there is nobody's business, and a KV cache may not hold
+        NaN where nothing was written.  Raises ArenaExhausted when there is none, ArenaError for
         anything else (the range as before in both cases), and IndexError outside the range.
         """
 

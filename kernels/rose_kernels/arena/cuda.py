@@ -87,11 +87,16 @@ class CudaArena:
         self._broken = ""
         self._context_handle = self._cu("cuDevicePrimaryCtxRetain", self._device)
         self._retained = True
+        self._address: int | None = None
+        self._stream: Any = None
         try:
             with self._context():
-                self._address: int | None = int(self._cu("cuMemAddressReserve", self.size_bytes, 0, 0, 0))
+                self._address = int(self._cu("cuMemAddressReserve", self.size_bytes, 0, 0, 0))
+                self._stream = self._cu(
+                    "cuStreamCreate", self._cu.module.CUstream_flags.CU_STREAM_NON_BLOCKING
+                )
         except CudaError:
-            self._cu("cuDevicePrimaryCtxRelease", self._device)
+            self.close()
             raise
 
     def _require_virtual_memory(self, device: int) -> None:
@@ -187,6 +192,10 @@ class CudaArena:
                 self._retry_unreleased()
                 self._cu("cuMemAddressFree", self._address, self.size_bytes)
                 self._address = None
+        if self._stream is not None:
+            with self._context():
+                self._cu("cuStreamDestroy", self._stream)
+                self._stream = None
         if self._retained:
             self._cu("cuDevicePrimaryCtxRelease", self._device)
             self._retained = False
@@ -236,12 +245,18 @@ class CudaArena:
                 self._cu("cuMemMap", self._at(page), self._page_bytes, 0, handles[-1], 0)
                 mapped += 1
             self._cu("cuMemSetAccess", self._at(first), length * self._page_bytes, [self._access], 1)
+            self._zero(first, length)
         except CudaError as error:
             self._handles[first : first + mapped] = handles[:mapped]
             self._unreleased += handles[mapped:]
             self._undo(error, [(first, mapped)] if mapped else [])
             raise
         self._handles[first : first + length] = handles
+
+    def _zero(self, first: int, length: int) -> None:
+        """Zeros, on a stream of its own: no kernel that runs is waited for."""
+        self._cu("cuMemsetD8Async", self._at(first), 0, length * self._page_bytes, self._stream)
+        self._cu("cuStreamSynchronize", self._stream)
 
     def _undo(self, error: CudaError, runs: list[tuple[int, int]]) -> None:
         """Take the memory away again that was given before `error`; what cannot be undone ends the arena."""
