@@ -143,6 +143,7 @@ class FakeCuda:
     def _ctx_synchronize(self) -> None:
         assert self.contexts
         self.busy = False
+        self.streams = dict.fromkeys(self.streams, False)
 
     def _mem_get_allocation_granularity(self, allocation: Any, option: int) -> int:
         assert option == 0
