@@ -194,6 +194,32 @@ class Job:
         """Tell the scheduler that the relay has `version`."""
         self._scheduler.call("POST", f"{self._path}/versions", {"version": version})
 
+    def require(self, version: int) -> None:
+        """From now on turns need `version`, which the relay has: for trainers that know no steps.
+
+        It is announced, and begins the next step, if turns do not need it already.
+        """
+        self._scheduler.call(
+            "POST", "/update_weight_version", {"new_version": str(version)}, headers={"x-rose-job": self.name}
+        )
+
+    def wait_for_replicas(
+        self, replicas: int = 1, *, timeout_s: float = 120, poll_s: float = 0.1
+    ) -> JobStatus:
+        """Wait until so many replicas take turns of the job, on whatever version.  Raises TimedOut."""
+        due_s = time.monotonic() + timeout_s
+        while True:
+            status = self.status()
+            if sum(replica.eligible for replica in status.replicas) >= replicas:
+                return status
+            if time.monotonic() >= due_s:
+                seen = ", ".join(f"{replica.replica} is {replica.state}" for replica in status.replicas)
+                raise TimedOut(
+                    f"{replicas} replicas do not take turns of {self.name} after {timeout_s:g} s",
+                    seen or "the job holds no replica",
+                )
+            time.sleep(poll_s)
+
     def wait_for_version(
         self, version: int, *, replicas: int | None = None, timeout_s: float = 120, poll_s: float = 0.1
     ) -> JobStatus:

@@ -28,6 +28,7 @@ from rose.core.readings import NEVER, ReplicaReading, SlackReading
 from rose.engines.vllm.settings import PluginSettings
 from rose_daemon import mock_model
 from rose_daemon.mock_cache import PrefixCache
+from rose_daemon.mock_script import Reply, read_script
 from rose_daemon.mock_shapes import Generation, Shaper, understand
 
 _ABORT_CUT = "rose:kv_budget_cut"
@@ -62,6 +63,8 @@ class MockState:
     silent_s: float = 0.0
     """Time before a request is taken in, in which nothing is answered."""
     prefixes: PrefixCache = field(default_factory=PrefixCache)
+    script: list[Reply] = field(default_factory=list)
+    """What chats are answered with, in place of the model."""
 
     def root(self, body: dict[str, Any]) -> tuple[object, ...]:
         """What sets a request's prefixes apart, beside their tokens."""
@@ -177,7 +180,7 @@ class _Handlers:
         if state.fail_count > 0:
             state.fail_count -= 1
             return _error(state.fail_status, "asked to fail")
-        understood = understand(chat, body, state.context_tokens_max)
+        understood = understand(chat, body, state.context_tokens_max, state.script)
         if isinstance(understood, str):
             return _error(400, understood)
         state.served.append(body)
@@ -388,6 +391,7 @@ def main() -> None:
     parser.add_argument("--served-model-name", default="rollout")
     parser.add_argument("--max-model-len", type=int, default=2048)
     parser.add_argument("--token-ms", type=float, default=2.0)
+    parser.add_argument("--script", type=Path, help="JSON list of replies, see rose_daemon.mock_script")
     options, _ = parser.parse_known_args()
     settings = PluginSettings.from_environ()
     state = MockState(
@@ -397,6 +401,7 @@ def main() -> None:
         name=settings.name if settings else "mock",
         role=settings.role if settings else "rollout",
         token=Path(settings.token_file).read_text().strip() if settings else "",
+        script=read_script(options.script) if options.script else [],
     )
     try:
         asyncio.run(serve(state, options.host, options.port, settings))

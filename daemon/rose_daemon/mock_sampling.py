@@ -26,6 +26,8 @@ class Step(NamedTuple):
     text: str
     finish_reason: str | None
     stop_reason: int | str | None
+    delta: dict[str, Any] | None = None
+    """What a chat shows in place of the text: part of a tool call."""
 
 
 class Sampler:

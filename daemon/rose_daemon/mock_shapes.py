@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import base64
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rose_daemon import mock_model
 from rose_daemon.mock_sampling import Sampler, Step
+from rose_daemon.mock_script import Reply, ScriptedSampler, reply_to
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,8 @@ class Generation:
     logprobs: int | None
     stream: bool
     body: dict[str, Any]
+    scripted: tuple[Reply, int] | None = None
+    """The reply that a script has for it, and its number."""
 
     def wants(self, name: str) -> bool:
         """Whether a flag of the body is set."""
@@ -97,7 +101,11 @@ class ChoiceShaper:
         self._generation = generation
         self.index = index
         self.prompt = prompt
-        self.sampler = Sampler(prompt, generation.body, index % generation.per_prompt, tokens_max)
+        self.sampler: Sampler | ScriptedSampler
+        if generation.scripted is not None:
+            self.sampler = ScriptedSampler(*generation.scripted, tokens_max)
+        else:
+            self.sampler = Sampler(prompt, generation.body, index % generation.per_prompt, tokens_max)
         self.open = True
         self._shown: list[str] = []
         self._logprobs: list[dict[str, Any]] = []
@@ -115,7 +123,7 @@ class ChoiceShaper:
             self.open = False
             self._ending = (step.finish_reason, step.stop_reason)
             choice["stop_reason"] = step.stop_reason
-        return self._output(choice, step.text, [step.sample.token])
+        return self._output(choice, step.text, [step.sample.token], step.delta)
 
     def end(self, finish_reason: str, stop_reason: str | None) -> dict[str, Any]:
         """The choice of a last chunk without a token."""
@@ -136,6 +144,8 @@ class ChoiceShaper:
         text = "".join(self._shown)
         if self._generation.chat:
             choice["message"] = {"role": "assistant", "content": text}
+            if isinstance(self.sampler, ScriptedSampler) and (calls := self.sampler.calls()):
+                choice["message"] |= {"content": None, "tool_calls": calls}
         else:
             choice["text"] = text
         if self._generation.wants("return_token_ids"):
@@ -144,8 +154,12 @@ class ChoiceShaper:
                 choice["prompt_token_ids"] = self.prompt
         return choice
 
-    def _output(self, choice: dict[str, Any], text: str, token_ids: list[int]) -> dict[str, Any]:
-        choice |= {"index": self.index} | ({"delta": {"content": text}} if self._generation.chat else {})
+    def _output(
+        self, choice: dict[str, Any], text: str, token_ids: list[int], delta: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        choice["index"] = self.index
+        if self._generation.chat:
+            choice["delta"] = {"content": text} if delta is None else delta
         if not self._generation.chat:
             choice["text"] = text
         if self._generation.wants("return_token_ids"):
@@ -187,7 +201,9 @@ def _chat_entry(token: str, logprob: float) -> dict[str, Any]:
     return {"token": token, "logprob": logprob, "bytes": list(token.encode("utf-8", errors="replace"))}
 
 
-def understand(chat: bool, body: dict[str, Any], context: int) -> Generation | str:
+def understand(
+    chat: bool, body: dict[str, Any], context: int, script: Sequence[Reply] = ()
+) -> Generation | str:
     """The request, or why it is refused."""
     if chat:
         messages = body.get("messages")
@@ -209,7 +225,8 @@ def understand(chat: bool, body: dict[str, Any], context: int) -> Generation | s
         return f"This model's maximum context length is {context} tokens."
     tokens_max = [min(limit or room, room) for room in rooms]
     stream = bool(body.get("stream"))
-    return Generation(chat, prompts, body.get("n") or 1, tokens_max, logprobs, stream, body)
+    scripted = reply_to(script, body["messages"]) if chat else None
+    return Generation(chat, prompts, body.get("n") or 1, tokens_max, logprobs, stream, body, scripted)
 
 
 def _prompts(body: dict[str, Any]) -> list[list[int]]:

@@ -171,6 +171,11 @@ class Publisher:
         """Digest of every parameter in `version`."""
         return self._digests
 
+    @property
+    def state(self) -> State:
+        """Every parameter in `version`: the publisher's own memory, to be read and not written."""
+        return self._held
+
     def publish(self, version: WeightVersion, state: Mapping[str, object]) -> PublishReport:
         """Publish `state` as `version`, a delta on the version before.
 

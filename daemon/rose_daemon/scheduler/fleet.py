@@ -74,6 +74,7 @@ class FleetApi:
             web.get("/get_world_size", self.refused),
             web.post("/finish_weight_update", self.finish_weight_update),
             web.post("/update_weight_version", self.update_weight_version),
+            web.post("/reset_prefix_cache", self.reset_prefix_cache),
             *(web.post(f"/{name}", self.refused) for name in VLLM_REFUSED),
         ]
         sglang = [
@@ -204,12 +205,20 @@ class FleetApi:
 
     async def flush_cache(self, http: web.Request) -> web.Response:
         """SGLang's /flush_cache: turns from now on match no prefix from before."""
-        self._desk.flush(self._job(http))
+        await self._flush_prefixes(self._job(http))
+        return web.Response(text="Cache flushed.\n")
+
+    async def reset_prefix_cache(self, http: web.Request) -> web.Response:
+        """vLLM's POST /reset_prefix_cache; as /flush_cache."""
+        await self._flush_prefixes(self._job(http))
+        return web.json_response({"success": True})
+
+    async def _flush_prefixes(self, job: JobId) -> None:
+        self._desk.flush(job)
         try:
             await self._flush()
         except NotReady as error:
             raise Refused(Failure(HTTPStatus.SERVICE_UNAVAILABLE, "not_flushed", str(error))) from None
-        return web.Response(text="Cache flushed.\n")
 
     async def health_generate(self, http: web.Request) -> web.Response:
         """SGLang's GET /health_generate: 200 if a replica takes or runs turns, else 503."""

@@ -6,6 +6,7 @@ import itertools
 import time
 import uuid
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import msgspec
 from aiohttp import web
@@ -15,7 +16,7 @@ from rose.units import TrajectoryId, TurnId
 from rose_daemon.scheduler.dialects import fields, parse, whole_body
 from rose_daemon.scheduler.dispatch import Dispatcher
 from rose_daemon.scheduler.errors import Failure, Refused, bad_request, conflict, not_found
-from rose_daemon.scheduler.identity import Identifier, header_name
+from rose_daemon.scheduler.identity import Identifier, header_name, path_name
 from rose_daemon.scheduler.jobs import JobDesk
 from rose_daemon.scheduler.output import Answer
 from rose_daemon.scheduler.requests import Dialect, Request
@@ -35,13 +36,24 @@ class Gateway:
         self._runs = itertools.count(1)
         self._started = int(time.time())
 
-    async def models(self, _: web.Request) -> web.Response:
-        """GET /v1/models: the models of all jobs."""
-        cards = [
-            {"id": model, "object": "model", "created": self._started, "owned_by": "rose"}
-            for model in self._desk.models
-        ]
+    async def models(self, http: web.Request) -> web.Response:
+        """GET /v1/models: the models of all jobs, or of the job that the request names."""
+        cards = [self._card(name) for name in self._models(http)]
         return web.json_response({"object": "list", "data": cards})
+
+    async def model(self, http: web.Request) -> web.Response:
+        """GET /v1/models/{model}."""
+        name = http.match_info["model"]
+        if name not in self._models(http):
+            raise not_found(f"no job rolls out model {name[:200]!r}", code="model_not_found", param="model")
+        return web.json_response(self._card(name))
+
+    def _models(self, http: web.Request) -> list[str]:
+        job = _job_name(http)
+        return list(self._desk.models) if job is None else [self._desk.resolve(job).spec.model]
+
+    def _card(self, model: str) -> dict[str, Any]:
+        return {"id": model, "object": "model", "created": self._started, "owned_by": "rose"}
 
     def handler(self, dialect: Dialect) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         """The handler of a dialect's endpoint."""
@@ -65,7 +77,7 @@ class Gateway:
 
     async def _serve(self, http: web.Request, dialect: Dialect) -> web.StreamResponse:
         request = parse(dialect, await http.read())
-        record = self._desk.resolve(header_name(http.headers, "x-rose-job"))
+        record = self._desk.resolve(_job_name(http))
         if request.model not in (None, record.spec.model):
             raise not_found(
                 f"model {request.model!r} does not exist; this job rolls out {record.spec.model!r}",
@@ -95,9 +107,11 @@ class Gateway:
             _require_same(request, live.request.digest, turn_id)
             self._dispatcher.book.counts.joined += 1
             return live
-        named = turn_id is not None
+        session = path_name(http.match_info, "session")
+        # Who can be told nothing but a base URL sends no ids: its turns get one each, to be kept for export.
+        named = turn_id is not None or bool(session)
         turn_id = turn_id or uuid.uuid4().hex
-        identity = self._identifier.identify(http.headers, request)
+        identity = self._identifier.identify(http.headers, request, session)
         told = identity is not None and not identity.guessed
         turn = Turn(
             key=TurnId(f"{job}/{turn_id}/{next(self._runs)}"),
@@ -113,6 +127,11 @@ class Gateway:
         group, task = (header_name(http.headers, f"x-rose-{kind}") or "" for kind in ("group", "task"))
         self._dispatcher.arrive(turn, affinity, guessed=not told, group=group, task=task)
         return turn
+
+
+def _job_name(http: web.Request) -> str | None:
+    """The job that a request names in its path or a header."""
+    return path_name(http.match_info, "job") or header_name(http.headers, "x-rose-job")
 
 
 async def _whole(request: Request, turn: Turn) -> web.Response:

@@ -2,6 +2,7 @@
 
 Names are compared whole, never by prefix or hash of a part.  In this order:
 
+0. in the path: `/rose/v1/jobs/{job}/sessions/{session}/...`
 1. header `x-rose-trajectory`
 2. in the body: `session_id` (vLLM), `rid` (SGLang)
 3. header `X-Session-ID` (vLLM), then `X-SMG-Routing-Key` (SGLang's gateway)
@@ -38,10 +39,14 @@ class Identifier:
     def __init__(self) -> None:
         self._said = False
 
-    def identify(self, headers: Mapping[str, str], request: Request) -> Identity | None:
-        """The trajectory, or None for a turn that shows no sign of one.  Raises Refused (400)."""
+    def identify(self, headers: Mapping[str, str], request: Request, session: str = "") -> Identity | None:
+        """The trajectory, or None for a turn that shows no sign of one; `session` is that of its path.
+
+        Raises Refused (400).
+        """
         named = (
-            header_name(headers, "x-rose-trajectory")
+            session
+            or header_name(headers, "x-rose-trajectory")
             or request.trajectory
             or header_name(headers, "X-Session-ID")
             or header_name(headers, "X-SMG-Routing-Key")
@@ -62,8 +67,20 @@ def header_name(headers: Mapping[str, str], header: str) -> str | None:
     value = headers.get(header, "").strip()
     if not value:
         return None
-    if len(value) > _NAME_MAX or not value.isprintable() or not value.isascii():
+    if not _is_name(value):
         raise bad_request(
             f"{header} must be at most {_NAME_MAX} printable ASCII characters", code="bad_header"
         )
     return value
+
+
+def path_name(parts: Mapping[str, str], part: str) -> str:
+    """A part of the path that names something, empty if the path has none.  Raises Refused (400)."""
+    value = parts.get(part, "")
+    if value and not _is_name(value):
+        raise bad_request(f"the {part} in the path must be at most {_NAME_MAX} printable ASCII characters")
+    return value
+
+
+def _is_name(value: str) -> bool:
+    return len(value) <= _NAME_MAX and value.isprintable() and value.isascii()

@@ -44,6 +44,7 @@ from rose_daemon.scheduler.output import Answer
 from rose_daemon.scheduler.server import IDLE_TIMEOUT_S, ControlApi, Sources, build_app
 from rose_daemon.scheduler.store import Store
 from rose_daemon.scheduler.telemetry import Gauges, Telemetry
+from rose_daemon.scheduler.text_api import TextApi
 from rose_daemon.scheduler.turns import Turn
 from rose_daemon.scheduler.upstream import Upstream
 from rose_daemon.scheduler.worker_api import WorkerApi
@@ -141,6 +142,7 @@ class Scheduler:
                 *fleet.routes(),
                 *WorkerApi(self.workers).routes(),
                 *ExportApi(self.desk, self.store).routes(),
+                *TextApi(self.desk, self.driver.machine.job_view, self.upstream.forward).routes(),
             ],
             ControlApi(self.desk, sources),
             token=self._token,

@@ -26,6 +26,9 @@ BODY_TIMEOUT_S = 30.0
 IDLE_TIMEOUT_S = 75.0
 """A connection without a complete request head for this long is closed."""
 
+SESSION = "/rose/v1/jobs/{job}/sessions/{session}"
+"""Before a dialect's path: the job and the trajectory, for agents that can be told nothing but a base URL."""
+
 _OPEN_PATHS = frozenset({"/health", "/metrics"})
 _TRY_AGAIN = frozenset({HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE})
 
@@ -189,17 +192,19 @@ def build_app(
 ) -> web.Application:
     """The application, with routes of engines' own dialects; an empty `token` asks clients for none."""
     shapes = {route.path: shape for route, shape in shaped}
-    shapes |= {dialect.path: shape for dialect, shape in SHAPES.items()}
+    shapes |= {base + dialect.path: shape for dialect, shape in SHAPES.items() for base in ("", SESSION)}
     app = web.Application(
         middlewares=[_errors(shapes), _authentication(token), _whole_body], client_max_size=body_bytes_max
     )
-    app.add_routes([web.post(dialect.path, gateway.handler(dialect)) for dialect in Dialect])
+    for base in ("", SESSION):
+        app.add_routes([web.post(base + dialect.path, gateway.handler(dialect)) for dialect in Dialect])
+        app.add_routes([web.get(f"{base}/v1/models", gateway.models)])
+        app.add_routes([web.get(base + "/v1/models/{model:.+}", gateway.model)])
     app.add_routes([route for route, _ in shaped])
     app.add_routes(
         [
             web.get("/health", control.health),
             web.get("/metrics", control.metrics),
-            web.get("/v1/models", gateway.models),
             web.post("/finish_session", gateway.finish_session),
             web.get("/rose/v1/status", control.status),
             web.get("/rose/v1/trajectories", control.trajectories),

@@ -147,16 +147,29 @@ class Upstream:
         """GET that has to answer 200 with a JSON object.  Raises NotReady."""
         return await self._side_call("GET", url, None)
 
+    async def forward(self, url: str, body: dict[str, Any]) -> tuple[int, bytes]:
+        """POST; status and body of an answer, or of a refusal that all replicas would give.
+
+        Raises NotReady.
+        """
+        status, data = await self._request("POST", url, body)
+        if status != 200 and status not in _REFUSALS:
+            raise NotReady(f"{url} answered {status}")
+        return status, data
+
     async def _fetch(self, method: str, url: str, body: dict[str, Any] | None) -> bytes:
+        status, data = await self._request(method, url, body)
+        if status != 200:
+            raise NotReady(f"{url} answered {status}")
+        return data
+
+    async def _request(self, method: str, url: str, body: dict[str, Any] | None) -> tuple[int, bytes]:
         timeout = aiohttp.ClientTimeout(total=SIDE_CALL_TIMEOUT_S)
         try:
             async with self._session.request(method, url, json=body, timeout=timeout) as response:
-                data = await response.read()
-                if response.status != 200:
-                    raise NotReady(f"{url} answered {response.status}")
+                return response.status, await response.read()
         except (TimeoutError, aiohttp.ClientError, ConnectionError) as error:
             raise NotReady(f"{url}: {error}") from None
-        return data
 
     async def _side_call(self, method: str, url: str, body: dict[str, Any] | None) -> dict[str, Any]:
         data = await self._fetch(method, url, body)

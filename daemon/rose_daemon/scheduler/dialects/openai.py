@@ -147,7 +147,9 @@ class ChunkWriter:
     """Renders one client's stream, piece by piece.
 
     It carries what a stream must carry along: where in its text each choice stands (completions give the
-    text offset of every logprob).  `created` is in seconds since the epoch.
+    text offset of every logprob), and which choices are open.  The chunk that ends the last of them waits for
+    the end of the turn, whose record it carries: a chunk without choices, which has room for that too, is
+    what only clients that asked for the usage expect.  `created` is in seconds since the epoch.
     """
 
     def __init__(self, request: Request, turn_id: str, model: str, created: int) -> None:
@@ -156,6 +158,8 @@ class ChunkWriter:
         kind = "chat.completion.chunk" if self._chat else "text_completion"
         self._head = _head(turn_id, request, model, created) | {"object": kind}
         self._offsets: dict[int, int] = {}
+        self._open = request.choices
+        self._ending: Piece | None = None
         text = b'"delta":{"content":%s}' if self._chat else b'"text":%s'
         choice = b'{"index":%d,"finish_reason":%s,' + text + b',"logprobs":null%s}'
         head = msgspec.json.encode(self._head).replace(b"%", b"%%").removesuffix(b"}")
@@ -163,6 +167,11 @@ class ChunkWriter:
 
     def events(self, piece: Piece, version: int | None) -> bytes:
         """The chunk that shows one piece; `version` is the one its tokens were sampled from."""
+        if piece.finish_reason is not None:
+            self._open -= 1
+            if self._open == 0 and not self._request.include_usage:
+                self._ending = piece
+                return b""
         if piece.extra or piece.logprobs is not None or piece.prompt_token_ids is not None:
             return fields.event(self._chunk(piece))
         # Nearly all chunks are of this kind, and this is what a token costs most: only what differs from the
@@ -194,9 +203,12 @@ class ChunkWriter:
         return document
 
     def last(self, answer: Answer) -> bytes:
-        """The chunk after the last piece: usage if asked for, and the member `rose`."""
-        document = self._head | {"choices": [], "rose": answer.rose_member()}
-        return fields.event(document | {"usage": answer.usage} if self._request.include_usage else document)
+        """The last chunk: the usage if asked for, and the member `rose`."""
+        if self._ending is not None:
+            document = self._chunk(self._ending)
+        else:
+            document = self._head | {"choices": [], "usage": answer.usage}
+        return fields.event(document | {"rose": answer.rose_member()})
 
 
 def _head(turn_id: str, request: Request, model: str, created: int) -> dict[str, Any]:
