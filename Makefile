@@ -17,7 +17,7 @@ export PYTHON VENV TORCH_INDEX
 
 RUN := $(VENV)/bin/python -m
 .DEFAULT_GOAL := help
-.PHONY: help demo test sim-chaos check fmt bench fuzz-delta gpu-check install install-dev lock clean
+.PHONY: help demo test sim-chaos crash check fmt bench fuzz-delta gpu-check install install-dev lock clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -30,6 +30,10 @@ test: install-dev  ## all tests, real engines included
 
 sim-chaos: install-dev  ## the scheduler's machine through SEEDS courses of faults, each healed in the end
 	ROSE_CHAOS_SEEDS=$(SEEDS) $(RUN) pytest tests/property/test_cluster_machine.py -k chaos $(ARGS)
+
+crash: install-dev  ## SIGKILL around light appliers at 250 moments, around a real vLLM engine at twelve
+	ROSE_CRASH_POINTS=125 $(RUN) pytest tests/integration/test_weights_crash.py $(ARGS)
+	ROSE_ENGINE_CRASH_POINTS=12 $(RUN) pytest tests/integration/test_engine_crash.py $(ARGS)
 
 check: install-dev  ## lint, format, types, import contracts, spelling, CUDA sources
 	$(RUN) ruff check .

@@ -416,9 +416,9 @@ class BoardPaths(NamedTuple):
         """The blocks that the latest order parks."""
         return self.run_dir / f"kv-order-{engine}.blocks"
 
-    def kv_holding(self, engine: str) -> Path:
-        """KvHolding of the worker of one engine."""
-        return self.run_dir / f"kv-holding-{engine}.board"
+    def kv_holding(self, engine: str, rank: int = 0) -> Path:
+        """KvHolding of a worker of one engine, by its rank in tensor parallelism."""
+        return self.run_dir / f"kv-holding-{engine}{f'-tp{rank}' if rank else ''}.board"
 
     def transitions(self, replica: str) -> Path:
         """Ring of GateTransition of one rollout engine."""

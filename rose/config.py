@@ -140,6 +140,8 @@ class ReplicaConfig(_Section, frozen=True):
     """Cores of its API server and core loop; empty leaves their affinity alone."""
     idle_priority: bool = False
     """Run the worker under SCHED_IDLE (kind cpu)."""
+    tensor_parallel: int = 1
+    """Workers that the model is cut over, each with its share of `cpus` (kind cpu) or a GPU of its own."""
     kv_blocks: int = 0
     """KV blocks to allocate; 0 lets vLLM choose."""
     block_tokens: int = 32

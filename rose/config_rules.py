@@ -92,9 +92,12 @@ def _check_replicas(config: Config, refuse: _Refuse) -> None:
             refuse(key, "an opportunistic replica needs [serving] url")
         if not section.model:
             refuse(f"{key}.model", "is empty", "name the checkpoint directory of version 0")
-        for name in ("block_tokens", "context_tokens_max", "sequences_max"):
+        for name in ("tensor_parallel", "block_tokens", "context_tokens_max", "sequences_max"):
             if getattr(section, name) < 1:
                 refuse(f"{key}.{name}", "must be at least 1")
+        if section.tensor_parallel > 1 and section.kind == "opportunistic" and config.memory.shared_kv_bytes:
+            why = "a replica over several devices cannot share KV memory with serving"
+            refuse(f"{key}.tensor_parallel", why, "set memory.shared_kv_bytes to 0")
         if section.kv_blocks < 0:
             refuse(f"{key}.kv_blocks", "must not be negative")
         # vLLM keeps one block for itself.

@@ -104,6 +104,10 @@ def build_app(state: MockState) -> web.Application:
             web.post("/detokenize", handlers.detokenize),
             web.get("/rose/v1/engine", handlers.guarded(handlers.engine)),
             web.post("/rose/v1/weights/update", handlers.guarded(handlers.update)),
+            web.post("/rose/v1/weights/stage", handlers.guarded(handlers.stage)),
+            web.post("/rose/v1/weights/apply", handlers.guarded(handlers.apply)),
+            web.post("/rose/v1/weights/undo", handlers.guarded(handlers.undo)),
+            web.post("/rose/v1/weights/settle", handlers.guarded(handlers.settle)),
             web.get("/rose/v1/weights/digests", handlers.guarded(handlers.digests)),
             web.post("/rose/v1/abort", handlers.guarded(handlers.abort)),
             web.post("/mock/v1/{what}", handlers.upset),
@@ -115,6 +119,8 @@ def build_app(state: MockState) -> web.Application:
 class _Handlers:
     def __init__(self, state: MockState) -> None:
         self._state = state
+        self._staged: int | None = None
+        self._version_before: int | None = None
 
     # ---- vLLM's surface ----------------------------------------------------------------------------
 
@@ -275,6 +281,16 @@ class _Handlers:
         )
 
     async def update(self, http: web.Request) -> web.Response:
+        answer = await self.stage(http)
+        if answer.status == 200:
+            body = await http.json()
+            self._write(body["version"], abort=body.get("abort_in_flight", False))
+            self._version_before = None
+            ms = {"stage": 0.0, "pause": 0.0, "apply": 0.0, "total": 0.0}
+            answer = web.json_response({"version": body["version"], "changed": 1, "ms": ms})
+        return answer
+
+    async def stage(self, http: web.Request) -> web.Response:
         body = await http.json()
         if body["base_version"] != self._state.version:
             return web.json_response({"error": "wrong_base", "version_held": self._state.version}, status=409)
@@ -283,11 +299,31 @@ class _Handlers:
             msgspec.json.decode(manifest.read_bytes(), type=dict[str, Any])
         except (OSError, msgspec.DecodeError) as error:
             return web.json_response({"error": "corrupt_delta", "detail": str(error)}, status=422)
-        if body.get("abort_in_flight"):
-            self._state.abort("rose:weight_update")
-        self._state.version = body["version"]
-        ms = {"stage": 0.0, "pause": 0.0, "apply": 0.0, "total": 0.0}
+        self._staged = body["version"]
+        return web.json_response({"version": body["version"], "changed": 1, "ms": {"stage": 0.0}})
+
+    async def apply(self, http: web.Request) -> web.Response:
+        body = await http.json()
+        if body["version"] != self._staged:
+            return web.json_response({"error": "not_staged", "version_held": self._state.version}, status=409)
+        self._write(body["version"], abort=body.get("abort_in_flight", False))
+        ms = {"pause": 0.0, "apply": 0.0}
         return web.json_response({"version": body["version"], "changed": 1, "ms": ms})
+
+    def _write(self, version: int, *, abort: bool) -> None:
+        if abort:
+            self._state.abort("rose:weight_update")
+        self._version_before, self._staged = self._state.version, None
+        self._state.version = version
+
+    async def undo(self, _: web.Request) -> web.Response:
+        if self._version_before is not None:
+            self._state.version, self._version_before = self._version_before, None
+        return web.json_response({"version_held": self._state.version})
+
+    async def settle(self, _: web.Request) -> web.Response:
+        self._version_before = None
+        return web.json_response({"version_held": self._state.version})
 
     async def digests(self, _: web.Request) -> web.Response:
         version = self._state.version

@@ -70,6 +70,7 @@ class ApplyVersion(Effect, frozen=True):
 
     `version` is below `base_version` only where the operator had versions taken back.
     `abort_in_flight`: requests in flight are aborted and resume elsewhere (staleness 0), else kept.
+    `together`: the replicas, this one among them, that all go there or all stay; empty: it goes alone.
     """
 
     replica: ReplicaId
@@ -77,6 +78,7 @@ class ApplyVersion(Effect, frozen=True):
     base_version: WeightVersion
     path: str
     abort_in_flight: bool
+    together: tuple[ReplicaId, ...] = ()
 
 
 class ReportNow(Effect, frozen=True):

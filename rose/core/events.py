@@ -139,6 +139,10 @@ class WeightsRefused(Event, frozen=True):
     version: WeightVersion
     version_held: WeightVersion | None
     reason: str
+    held_back: bool = False
+    """It kept its version because another replica of its lock-step could not follow."""
+    mixed: bool = False
+    """A write failed and could not be taken back: it holds no version, and generates nothing."""
 
 
 class SchedulerConnected(Event, frozen=True):

@@ -11,8 +11,8 @@ from rose.core.lifecycle import EngineLife, Phase, ReplicaState
 from rose.core.memory import Cut, MemoryPolicy, MemoryReading, MemoryState
 from rose.core.nodeview import GateView, MemoryView, NodeSettings, ReplicaSettings, ReplicaView, WeightUpdate
 from rose.core.readings import GateMode, GatePolicy, GateReason, LimitStatus, ReplicaReading, Unknown
-from rose.core.shelf import VersionShelf
-from rose.units import NS_PER_MS, WeightVersion
+from rose.core.shelf import Staged, VersionShelf
+from rose.units import NS_PER_MS, ReplicaId, WeightVersion
 
 _INACTIVE_BLOCKS = 1
 """KV budget of an inactive replica: an engine keeps one block."""
@@ -218,18 +218,20 @@ class HostedReplica:
     # ---- weights --------------------------------------------------------------------------------
 
     @property
-    def can_update(self) -> bool:
-        """Whether the engine can be told to go to another version now."""
-        return self.life.phase is Phase.RUNNING and not self.life.failed and self.life.applying is None
+    def follows(self) -> bool:
+        """Whether the engine runs and is to go where the job's versions lead."""
+        return self.life.phase is Phase.RUNNING and not self.life.failed
 
-    def update(self, shelf: VersionShelf, now_ns: int) -> list[NodeEffect]:
-        """The next step along the staged versions (or back), if there is one and nothing is in the way."""
-        if not self.can_update or now_ns < self._retry_at_ns:
-            return []
-        step = shelf.next_step(self.life.held)
-        if step is None:
-            # Nothing on this host takes the version back in place; a fresh engine does not have it.
-            return self.life.stop("no_way_back", now_ns) if shelf.beyond_pin(self.life.held) else []
+    def can_update(self, now_ns: int) -> bool:
+        """Whether the engine can be told to go to another version now."""
+        return self.follows and self.life.applying is None and now_ns >= self._retry_at_ns
+
+    def restart(self, now_ns: int) -> list[NodeEffect]:
+        """Nothing on this host takes its version back in place; a fresh engine does not have it."""
+        return self.life.stop("no_way_back", now_ns) if self.can_update(now_ns) else []
+
+    def update(self, step: Staged, together: tuple[ReplicaId, ...], now_ns: int) -> list[NodeEffect]:
+        """Take a step, in lock-step with those named."""
         self._apply_began_ns = now_ns
         self.life.applying = ApplyVersion(
             replica=self.settings.replica,
@@ -237,6 +239,7 @@ class HostedReplica:
             base_version=self.life.held,
             path=step.path,
             abort_in_flight=self._node.abort_in_flight,
+            together=together,
         )
         return [self.life.applying]
 
@@ -257,11 +260,17 @@ class HostedReplica:
         - It holds another version than we thought: the way from there is planned anew.
         - It kept its version: the files are at fault, and are fetched and verified again.
         - It did not say: it gets no turns, and is asked the same again; the second time with new files.
-        - It claims the version, yet nobody vouches for its bytes: only a restart makes its weights known.
+        - It claims the version, yet nobody vouches for its bytes, or it holds a mixture: only a restart makes
+          its weights known.
+        - It was held back for another replica's sake: no fault of its own.
         """
         applying = self.life.applying
         if applying is None or applying.version != event.version:
             return []
+        if event.held_back:
+            self.life.applying, self.life.unsure = None, False
+            text = f"stays at version {applying.base_version}: {event.reason}"
+            return [Say("info", "weights_held_back", text, event.replica)]
         held = event.version_held
         elsewhere = held is not None and held != applying.base_version
         if not (elsewhere and self.life.unsure):  # to learn where a silent engine had got to is no failure
@@ -271,6 +280,8 @@ class HostedReplica:
         self._retry_at_ns = now_ns + self.life.backoff_ns(self.refusals)
         text = f"version {event.version} was refused: {event.reason}"
         effects: list[NodeEffect] = [Say("warning", "weights_refused", text, event.replica)]
+        if event.mixed:
+            return effects + self.life.stop("weights_mixed", now_ns)
         if held == event.version:
             return effects + self.life.stop("weights_unverified", now_ns)
         if held is not None and elsewhere:

@@ -48,6 +48,7 @@ from rose.core.events import (
 from rose.core.hosted import HostedReplica
 from rose.core.invariants import check_effects, check_node, snapshot
 from rose.core.lifecycle import Phase, ReplicaState
+from rose.core.lockstep import next_updates
 from rose.core.nodeview import NodeSettings, NodeView, UnknownSignal
 from rose.core.shelf import Staged, VersionShelf
 from rose.core.watch import DeviceWatch, Edges, ServingWatch, unknown_signal
@@ -333,8 +334,7 @@ class NodeMachine:
         if self._begun and not self._shutting_down:
             for hosted in self.replicas.values():
                 effects += hosted.life.advance(self._now_ns, may_start=self._device_free(hosted))
-            for hosted in self.replicas.values():
-                effects += hosted.update(self.shelf, self._now_ns)
+            effects += next_updates(self.replicas.values(), self.shelf, self._now_ns)
             effects += self._pull()
         routed_by = tuple(
             (report.state, report.weight_version, report.kv_budget_tokens) for report in self.reports()

@@ -91,8 +91,12 @@ INSTANCE_ATTRIBUTES = {
     "vllm.v1.engine.output_processor:OutputProcessor": "external_req_ids",
     ASYNC_LLM: "engine_core output_processor vllm_config",
     WORKER: "weight_transfer_engine",
-    "vllm.model_executor.layers.linear:MergedColumnParallelLinear": "output_sizes",
-    "vllm.model_executor.layers.linear:QKVParallelLinear": "output_sizes",
+    "vllm.model_executor.layers.linear:LinearBase": "input_size output_size",
+    "vllm.model_executor.layers.linear:ColumnParallelLinear": "output_partition_sizes "
+    "output_size_per_partition input_size_per_partition",
+    "vllm.model_executor.layers.linear:RowParallelLinear": "input_size_per_partition "
+    "output_size_per_partition",
+    "vllm.model_executor.layers.linear:QKVParallelLinear": "total_num_kv_heads num_kv_heads",
     "vllm.model_executor.layers.vocab_parallel_embedding:VocabParallelEmbedding": "org_vocab_size",
 }
 """Attributes that `__init__` sets and we read or write."""
@@ -109,7 +113,8 @@ FIELDS = {
     "vllm.config:VllmConfig": "parallel_config kv_transfer_config device_config model_config",
     "vllm.config:DeviceConfig": "device_type",
     "vllm.config:ModelConfig": "model",
-    "vllm.config:ParallelConfig": "data_parallel_index",
+    "vllm.config:ParallelConfig": "data_parallel_index data_parallel_size tensor_parallel_size "
+    "pipeline_parallel_size",
     "vllm.config:KVTransferConfig": "is_kv_producer is_kv_consumer",
     "vllm.v1.engine:EngineCoreOutput": "request_id new_token_ids finish_reason stop_reason events",
     "vllm.v1.engine:EngineCoreOutputs": "outputs",

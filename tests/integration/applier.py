@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from aiohttp import web
 
-from rose.engines.live import ApplyFailed, LiveWeights
+from rose.engines.live import LiveWeights, Staged
 from rose.engines.vllm.settings import PluginSettings
 from rose.errors import CorruptDelta, WrongBase
 from rose.weights.bits import Bits, State
@@ -47,10 +47,12 @@ def _tensor(bits: Bits) -> torch.Tensor:
 class Applier:
     """The endpoints."""
 
+    _staged: Staged
+
     def __init__(self, settings: PluginSettings, model: Path) -> None:
         self._settings = settings
         state = open_checkpoint(model).state
-        self._live = LiveWeights(module_of(state), tensor_parallel=1, version=settings.weight_version)
+        self._live = LiveWeights(module_of(state), version=settings.weight_version)
 
     async def engine(self, _: web.Request) -> web.Response:
         return web.json_response(
@@ -66,24 +68,48 @@ class Applier:
     async def update(self, request: web.Request) -> web.Response:
         body = await request.json()
         began = time.monotonic()
+        if refusal := self._stage(body):
+            return refusal
+        answer = self._apply()
+        self._live.settle()
+        ms = {"stage": self._staged.stage_ms, **answer["ms"], "total": (time.monotonic() - began) * 1e3}
+        return web.json_response({**answer, "ms": ms})
+
+    async def stage(self, request: web.Request) -> web.Response:
+        if refusal := self._stage(await request.json()):
+            return refusal
+        ms = {"stage": self._staged.stage_ms}
+        return web.json_response(
+            {"version": self._staged.version, "changed": self._staged.changed, "ms": ms}
+        )
+
+    async def apply(self, _: web.Request) -> web.Response:
+        return web.json_response(self._apply())
+
+    async def undo(self, _: web.Request) -> web.Response:
+        return web.json_response(self._live.undo_applied())
+
+    async def settle(self, _: web.Request) -> web.Response:
+        return web.json_response(self._live.discard())
+
+    def _stage(self, body: dict[str, Any]) -> web.Response | None:
+        """Stage it, or answer the refusal."""
         try:
-            staged = self._live.stage(Path(body["path"]), body["version"], body["base_version"])
-            applying = time.monotonic()
-            self._live.apply(staged)
-        except (WrongBase, CorruptDelta, ApplyFailed) as error:
+            self._live.settle()
+            self._staged = self._live.stage(Path(body["path"]), body["version"], body["base_version"])
+        except (WrongBase, CorruptDelta) as error:
             code, status = ("wrong_base", 409) if isinstance(error, WrongBase) else ("corrupt_delta", 422)
             return web.json_response(
                 {"error": code, "detail": error.what, "version_held": self._live.version}, status=status
             )
-        ended = time.monotonic()
-        ms = {"stage": staged.stage_ms, "pause": (ended - applying) * 1e3, "apply": (ended - applying) * 1e3}
-        return web.json_response(
-            {
-                "version": staged.version,
-                "changed": staged.changed,
-                "ms": {**ms, "total": (ended - began) * 1e3},
-            }
-        )
+        return None
+
+    def _apply(self) -> dict[str, Any]:
+        applying = time.monotonic()
+        self._live.apply(self._staged)
+        ms = (time.monotonic() - applying) * 1e3
+        staged = self._staged
+        return {"version": staged.version, "changed": staged.changed, "ms": {"pause": ms, "apply": ms}}
 
     async def digests(self, _: web.Request) -> web.Response:
         return web.json_response(self._live.digests())
@@ -103,7 +129,8 @@ def main() -> None:
     application: Any = web.Application()
     application.router.add_get("/health", _healthy)
     application.router.add_get("/rose/v1/engine", applier.engine)
-    application.router.add_post("/rose/v1/weights/update", applier.update)
+    for call in (applier.update, applier.stage, applier.apply, applier.undo, applier.settle):
+        application.router.add_post(f"/rose/v1/weights/{call.__name__}", call)
     application.router.add_get("/rose/v1/weights/digests", applier.digests)
     web.run_app(application, host="127.0.0.1", port=arguments.port, print=None)
 

@@ -24,6 +24,10 @@ def mock(replica: ReplicaConfig, config: Config) -> EngineCommand:
     return EngineCommand((*argv, "--served-model-name", replica.served_name), real.env)
 
 
+vllm = rollout_command
+"""The real thing."""
+
+
 def applier(replica: ReplicaConfig, config: Config) -> EngineCommand:
     """A torch module behind the endpoints of an engine: real weights, no model."""
     script = str(Path(__file__).with_name("applier.py"))

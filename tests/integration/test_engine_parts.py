@@ -35,7 +35,7 @@ def toy_model() -> Any:
             super().__init__()
             self.attn = torch.nn.Module()
             self.attn.qkv_proj = torch.nn.Linear(4, 16, bias=True, dtype=torch.bfloat16)
-            self.attn.qkv_proj.output_sizes = [8, 4, 4]
+            self.attn.qkv_proj.output_partition_sizes = [8, 4, 4]
             self.embed = torch.nn.Embedding(10, 4, dtype=torch.bfloat16)
             self.embed.org_vocab_size = 7
             self.norm = torch.nn.LayerNorm(4, bias=False, dtype=torch.bfloat16)
@@ -46,7 +46,7 @@ def toy_model() -> Any:
 def live_of(model: Any) -> Any:
     from rose.engines.live import LiveWeights  # noqa: PLC0415 (imports torch)
 
-    return LiveWeights(model, tensor_parallel=1)
+    return LiveWeights(model)
 
 
 def state_of(live: Any) -> State:
@@ -146,6 +146,55 @@ def test_bits_that_do_not_stay_are_taken_back(tmp_path: Path, monkeypatch: pytes
     assert live.digests()["digests"] == digest_state(before)
 
 
+def test_what_was_applied_can_be_taken_back_until_it_is_settled(tmp_path: Path) -> None:
+    live = live_of(toy_model())
+    before = state_of(live)
+    target = stepped(before)
+    live.apply(live.stage(write(tmp_path / "v1", before, target), 1, 0))
+    assert live.undo_applied() == {"version_held": 0}
+    assert live.digests() == {"version": 0, "digests": digest_state(before)}
+    assert live.undo_applied() == {"version_held": 0}, "there is nothing more to take back"
+    live.apply(live.stage(tmp_path / "v1", 1, 0))
+    assert live.discard() == {"version_held": 1}
+    assert live.undo_applied() == {"version_held": 1}, "it was settled"
+    assert live.digests() == {"version": 1, "digests": digest_state(target)}
+
+
+@pytest.mark.parametrize("when", ["in the middle", "afterwards"])
+def test_an_undo_that_fails_is_no_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """Nothing is held that could be named, and no later version may be put on top of it."""
+    from rose.engines import live as module  # noqa: PLC0415
+
+    live = live_of(toy_model())
+    before = state_of(live)
+    path = write(tmp_path / "v1", before, stepped(before))
+    live.stage_in_background(str(path), 1, 0)
+    while live.stage_state()["state"] == "staging":
+        pass
+    do, calls = module._Write.do, []
+
+    def lossy(self: Any, words: Any) -> None:
+        calls.append(self)
+        do(self, words ^ 1 if len(calls) >= 5 else words)
+
+    if when == "in the middle":
+        monkeypatch.setattr(module._Write, "do", lossy)
+        outcome = live.apply_staged(1)
+    else:
+        assert live.apply_staged(1)["version"] == 1
+        monkeypatch.setattr(module._Write, "do", lossy)
+        outcome = live.undo_applied()
+    assert outcome["error"] == "weights_mixed"
+    assert "version_held" not in outcome
+    monkeypatch.undo()
+    live.stage_in_background(str(path), 1, live.version)
+    while (state := live.stage_state())["state"] == "staging":
+        pass
+    assert (state["state"], state["error"]) == ("refused", "weights_mixed")
+
+
 def test_staging_in_the_background_is_one_at_a_time(tmp_path: Path) -> None:
     live = live_of(toy_model())
     before = state_of(live)
@@ -173,12 +222,10 @@ def test_staging_in_the_background_is_one_at_a_time(tmp_path: Path) -> None:
 def test_what_cannot_be_updated_is_refused_at_start() -> None:
     from rose.engines.live import LiveWeights  # noqa: PLC0415
 
-    with pytest.raises(RoseError, match="tensor_parallel_size=2"):
-        LiveWeights(toy_model(), tensor_parallel=2)
     packed = toy_model()
     packed.norm.weight = torch.nn.Parameter(torch.empty(0), requires_grad=False)
     with pytest.raises(RoseError, match=r"norm\.weight"):
-        LiveWeights(packed, tensor_parallel=1)
+        LiveWeights(packed)
 
 
 # ---- KV budget on vLLM's own block pool -----------------------------------------------------------

@@ -9,15 +9,14 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+from victims import timed, victim
 
 from rose.config import RelayConfig
 from rose.units import JobId, WeightVersion
@@ -88,31 +87,6 @@ def publisher(relay: RelayConfig, trainer: Trainer, anchor_every: int | None = N
     return Publisher.resume(client, JOB, trainer.state(0), keep=3, anchor_every=anchor_every)
 
 
-def victim(work: Callable[[], object], kill_after_s: float | None) -> bool:
-    """Run `work` in a forked process, kill it after that time; whether it came to its end."""
-    child = os.fork()
-    if child == 0:
-        try:
-            work()
-            os._exit(0)
-        finally:
-            os._exit(1)
-    if kill_after_s is not None:
-        time.sleep(kill_after_s)
-        os.kill(child, signal.SIGKILL)
-    _, status = os.waitpid(child, 0)
-    if os.WIFEXITED(status):
-        assert os.WEXITSTATUS(status) == 0, "it failed by itself"
-        return True
-    return False
-
-
-def timed(work: Callable[[], object]) -> float:
-    began = time.monotonic()
-    assert victim(work, None)
-    return time.monotonic() - began
-
-
 def test_a_publisher_that_is_killed_anywhere(relay: RelayConfig) -> None:
     trainer, chance = Trainer(), random.Random(1)
 
@@ -159,9 +133,7 @@ def test_a_host_that_is_killed_anywhere(relay: RelayConfig, tmp_path: Path) -> N
     def update() -> None:
         torch.set_num_threads(1)
         copy = HostCopy.open(home, JOB)
-        live = LiveWeights(
-            module_of(open_checkpoint(copy.checkpoint).state), tensor_parallel=1, version=copy.version
-        )
+        live = LiveWeights(module_of(open_checkpoint(copy.checkpoint).state), version=copy.version)
         assert live.digests()["digests"] == trainer.digests(copy.version)
         version = WeightVersion(copy.version + 1)
 

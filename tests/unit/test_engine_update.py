@@ -1,4 +1,4 @@
-"""The update endpoint of an engine, over a stand-in for vLLM: what happens when a step of it fails."""
+"""The update endpoints of an engine, over a stand-in for vLLM: what happens when a step of them fails."""
 
 from __future__ import annotations
 
@@ -48,7 +48,12 @@ class Core:
             "rose_stage_weights": {"state": "staging"},
             "rose_stage_state": {"state": "staged", "changed": 3, "stage_ms": 1.0},
             "rose_apply_weights": {"version": 1, "changed": 3, "apply_ms": 1.0},
+            "rose_undo_weights": {"version_held": 0},
+            "rose_weight_digests": {"version": 0, "digests": {}},
         }
+        if method in self.ranks:
+            await self._call(method.removeprefix("rose_"))
+            return self.ranks[method]
         return [await self._call(method.removeprefix("rose_"), answers.get(method, {}))]
 
     async def pause_scheduler_async(self, **_: Any) -> None:
@@ -61,7 +66,19 @@ class Core:
         await self._call("resume")
 
 
-CYCLE = ["discard_weights", "stage_weights", "stage_state", "pause", "apply_weights", "version 1", "resume"]
+CYCLE = [
+    "discard_weights",
+    "stage_weights",
+    "stage_state",
+    "pause",
+    "apply_weights",
+    "version 1",
+    "resume",
+    "discard_weights",
+]
+FAILED = {"error": "apply_failed", "detail": "no", "version_held": 0}
+APPLIED = {"version": 1, "changed": 3, "apply_ms": 2.0}
+MIXED = {"error": "weights_mixed", "detail": "half of it"}
 
 
 @pytest.fixture
@@ -79,7 +96,7 @@ def client(core: Core, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> httpx
     for name, value in settings.to_environ().items():
         monkeypatch.setenv(name, value)
     routes = RoseEndpoints()
-    routes._engine = core
+    routes._engine = routes._cycle.engine = core
     app = FastAPI()
     routes.attach_router(app)
     return httpx.AsyncClient(
@@ -101,12 +118,90 @@ async def test_an_update_stages_before_it_pauses(core: Core, client: httpx.Async
     assert core.calls == CYCLE
 
 
-@pytest.mark.parametrize("fail", ["pause", "apply_weights", "version 1"])
-async def test_generation_goes_on_whatever_fails(core: Core, client: httpx.AsyncClient, fail: str) -> None:
+async def test_generation_goes_on_where_the_pause_fails(core: Core, client: httpx.AsyncClient) -> None:
+    core.fail = "pause"
+    assert (await client.post("/rose/v1/weights/update", json=BODY)).status_code == 500
+    assert core.calls == [*CYCLE[:4], "resume"]
+
+
+@pytest.mark.parametrize("fail", ["apply_weights", "version 1"])
+async def test_an_engine_whose_weights_are_not_known_stays_paused(
+    core: Core, client: httpx.AsyncClient, fail: str
+) -> None:
+    """It would generate from a mixture, or keep prefixes of new weights under the old version."""
     core.fail = fail
     answer = await client.post("/rose/v1/weights/update", json=BODY)
     assert answer.status_code == 500
-    assert core.calls == [*CYCLE[: CYCLE.index(fail) + 1], "resume"]
+    assert core.calls == CYCLE[: CYCLE.index(fail) + 1]
+    core.fail = ""
+    for path, body in (("update", BODY), ("undo", {}), ("settle", {}), ("apply", {"version": 1})):
+        answer = await client.post(f"/rose/v1/weights/{path}", json=body)
+        assert (answer.status_code, answer.json()["error"]) == (500, "weights_mixed"), path
+        assert "version_held" not in answer.json()
+    assert "resume" not in core.calls
+
+
+async def test_one_rank_that_fails_takes_the_others_back(core: Core, client: httpx.AsyncClient) -> None:
+    core.ranks["rose_apply_weights"] = [APPLIED, FAILED]
+    answer = await client.post("/rose/v1/weights/update", json=BODY)
+    assert (answer.status_code, answer.json()) == (500, FAILED)
+    assert core.calls == [*CYCLE[:5], "undo_weights", "resume"], "and the old version stays what it was told"
+    core.ranks["rose_apply_weights"] = [APPLIED, {**APPLIED, "apply_ms": 5.0}]
+    answer = await client.post("/rose/v1/weights/update", json=BODY)
+    assert answer.json()["ms"]["apply"] == 5.0, "the slowest rank's"
+
+
+@pytest.mark.parametrize(
+    ("apply", "undo"),
+    [([APPLIED, MIXED], [{"version_held": 0}, MIXED]), ([APPLIED, FAILED], [MIXED, {"version_held": 0}])]
+    + [([APPLIED, FAILED], [{"version_held": 0}, {"version_held": 7}])],
+)
+async def test_ranks_that_cannot_all_be_taken_back_stay_paused(
+    core: Core, client: httpx.AsyncClient, apply: list[Any], undo: list[Any]
+) -> None:
+    core.ranks |= {"rose_apply_weights": apply, "rose_undo_weights": undo}
+    answer = await client.post("/rose/v1/weights/update", json=BODY)
+    assert (answer.status_code, answer.json()["error"]) == (500, "weights_mixed")
+    assert "resume" not in core.calls
+
+
+async def test_one_rank_that_refuses_ends_the_staging_of_all(core: Core, client: httpx.AsyncClient) -> None:
+    refused = {"state": "refused", "error": "wrong_base", "detail": "no", "version_held": 4}
+    staged = {"state": "staged", "changed": 3, "stage_ms": 1.0}
+    core.ranks["rose_stage_state"] = [staged, refused]
+    answer = await client.post("/rose/v1/weights/stage", json={k: BODY[k] for k in BODY if k[0] != "a"})
+    assert (answer.status_code, answer.json()["version_held"]) == (409, 4)
+    assert "pause" not in core.calls
+
+
+async def test_digests_on_which_ranks_differ_fit_nothing(core: Core, client: httpx.AsyncClient) -> None:
+    core.ranks["rose_weight_digests"] = [
+        {"version": 2, "digests": {"norm": "aa", "q": "bb"}},
+        {"version": 2, "digests": {"norm": "ab", "k": "cc"}},
+    ]
+    answer = (await client.get("/rose/v1/weights/digests")).json()
+    assert answer == {"version": 2, "digests": {"norm": "ranks_differ", "q": "bb", "k": "cc"}}
+    core.ranks["rose_weight_digests"][1]["version"] = 3
+    answer = await client.get("/rose/v1/weights/digests")
+    assert (answer.status_code, answer.json()["error"]) == (500, "weights_mixed")
+
+
+async def test_an_update_in_steps_can_be_taken_back(core: Core, client: httpx.AsyncClient) -> None:
+    async def post(what: str, **body: Any) -> Any:
+        answer = await client.post(f"/rose/v1/weights/{what}", json=body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    staged = await post("stage", version=1, base_version=0, path="/v1")
+    assert (staged["changed"], staged["ms"]) == (3, {"stage": 1.0})
+    assert "pause" not in core.calls
+    assert set((await post("apply", version=1, abort_in_flight=True))["ms"]) == {"pause", "apply"}
+    assert core.calls == CYCLE[:-1]
+    core.calls.clear()
+    assert await post("undo") == {"version_held": 0}
+    assert core.calls == ["pause", "undo_weights", "version 0", "resume"]
+    await post("settle")
+    assert core.calls[-1] == "discard_weights"
 
 
 @pytest.mark.parametrize("hold", ["stage_state", "pause", "apply_weights", "version 1"])

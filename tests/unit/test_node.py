@@ -374,6 +374,11 @@ def test_a_dedicated_replica_lends_no_memory() -> None:
 # ---- weights --------------------------------------------------------------------------------------
 
 
+def alone() -> Bench:
+    """A host with one replica."""
+    return up(replicas=(node_settings().replicas[0],))
+
+
 def test_a_version_goes_from_the_relay_into_every_ready_engine() -> None:
     bench = up()
     bench(VersionAvailable(JOB, WeightVersion(1)))
@@ -382,7 +387,8 @@ def test_a_version_goes_from_the_relay_into_every_ready_engine() -> None:
     assert not bench.all(PullVersion), "on its way"
     bench(staged(1, 0))
     assert bench.all(ApplyVersion) == [
-        ApplyVersion(each, WeightVersion(1), WeightVersion(0), "/store/v1", True) for each in (OPP, DED)
+        ApplyVersion(each, WeightVersion(1), WeightVersion(0), "/store/v1", True, (OPP, DED))
+        for each in (OPP, DED)
     ]
     assert bench.replica(OPP).state == "updating"
     assert all(report.updating for report in bench.machine.reports())
@@ -453,7 +459,7 @@ def test_refused_files_are_fetched_again_and_the_replica_fails_after_three_refus
 
 
 def test_what_the_engine_says_it_holds_counts() -> None:
-    bench = up()
+    bench = alone()
     bench(staged(1, 0), staged(2, 1), WeightsApplied(OPP, WeightVersion(1)))
     assert bench.replica(OPP).weight_version == 1
     bench(WeightsRefused(OPP, WeightVersion(2), WeightVersion(0), "wrong_base"))
@@ -463,7 +469,7 @@ def test_what_the_engine_says_it_holds_counts() -> None:
 
 
 def test_an_engine_that_did_not_answer_gets_no_turns_and_is_asked_the_same_again() -> None:
-    bench = up()
+    bench = alone()
     bench(staged(1, 0))
     silence = WeightsRefused(OPP, WeightVersion(1), None, "timeout")
     bench(silence)
@@ -479,7 +485,7 @@ def test_an_engine_that_did_not_answer_gets_no_turns_and_is_asked_the_same_again
 
 def test_learning_where_a_silent_engine_had_got_to_is_no_failure() -> None:
     """Found by the world test (seed 414684): two lost answers, then an anchor tried from the wrong base."""
-    bench = up()
+    bench = alone()
     bench(staged(1, 0))
     for _ in range(2):
         bench(WeightsRefused(OPP, WeightVersion(1), None, "timeout"), *[Tick()] * 5)
@@ -492,13 +498,60 @@ def test_learning_where_a_silent_engine_had_got_to_is_no_failure() -> None:
 
 def test_an_engine_on_weights_that_nobody_vouches_for_is_restarted() -> None:
     """Digests differed after the update; asked again, the engine says that it has the version already."""
-    bench = up()
+    bench = alone()
     bench(staged(1, 0))
     bench(WeightsRefused(OPP, WeightVersion(1), None, "digest_mismatch"), *[Tick()] * 3)
     bench(WeightsRefused(OPP, WeightVersion(1), WeightVersion(1), "wrong_base"))
     assert bench.all(StopEngine) == [StopEngine(OPP, 10 * NS_PER_S, "weights_unverified")]
     bench(EngineExited(OPP, 0, "asked"), Tick(), Tick(), EngineReady(OPP, WeightVersion(0)))
     assert [(e.version, e.base_version) for e in bench.all(ApplyVersion)] == [(1, 0)]
+
+
+def test_replicas_on_one_version_go_to_the_next_together_or_not_at_all() -> None:
+    bench = up()
+    bench(staged(1, 0))
+    assert {effect.together for effect in bench.all(ApplyVersion)} == {(OPP, DED)}
+    bench(WeightsRefused(OPP, WeightVersion(1), WeightVersion(0), "corrupt_delta"))
+    bench(WeightsRefused(DED, WeightVersion(1), WeightVersion(0), "another cannot", held_back=True))
+    assert bench.said() == ["weights_refused", "weights_held_back"]
+    assert bench.replica(DED).state == "ready", "it was held back by no fault of its own"
+    assert not bench.all(ApplyVersion), "it waits for the one that has to wait before it is asked again"
+    bench(staged(1, 0), *[Tick()] * 4)
+    assert {(effect.replica, effect.together) for effect in bench.all(ApplyVersion)} == {
+        (OPP, (OPP, DED)),
+        (DED, (OPP, DED)),
+    }
+
+
+def test_a_replica_that_never_follows_is_given_up_and_the_others_go_on() -> None:
+    bench = up()
+    bench(staged(1, 0))
+    for _ in range(3):
+        bench(WeightsRefused(OPP, WeightVersion(1), WeightVersion(0), "corrupt_delta"))
+        bench(WeightsRefused(DED, WeightVersion(1), WeightVersion(0), "another cannot", held_back=True))
+        bench(staged(1, 0), *[Tick()] * 20)
+    assert bench.replica(OPP).state == "failed"
+    assert {(effect.replica, effect.together) for effect in bench.all(ApplyVersion)} == {(DED, ())}
+
+
+def test_a_replica_whose_engine_is_gone_holds_nobody_back() -> None:
+    bench = up()
+    bench(staged(1, 0))
+    bench(EngineExited(OPP, 1, "crashed"))
+    bench(WeightsRefused(DED, WeightVersion(1), WeightVersion(0), "another cannot", held_back=True))
+    assert {(effect.replica, effect.together) for effect in bench.all(ApplyVersion)} == {(DED, ())}
+    bench(WeightsApplied(DED, WeightVersion(1)), Tick(), Tick(), EngineReady(OPP, WeightVersion(0)))
+    assert {(effect.replica, effect.together) for effect in bench.all(ApplyVersion)} == {(OPP, ())}
+
+
+def test_an_engine_on_a_mixture_of_weights_is_restarted() -> None:
+    bench = up()
+    bench(staged(1, 0))
+    bench(WeightsRefused(OPP, WeightVersion(1), None, "weights_mixed", mixed=True))
+    assert [(e.replica, e.reason) for e in bench.all(StopEngine)] == [(OPP, "weights_mixed")]
+    bench(EngineExited(OPP, 0, "asked"), Tick(), Tick(), EngineReady(OPP, WeightVersion(0)))
+    bench(WeightsRefused(DED, WeightVersion(1), WeightVersion(0), "another cannot", held_back=True))
+    assert {effect.together for effect in bench.all(ApplyVersion)} == {(OPP, DED)}
 
 
 def test_a_version_that_cannot_be_staged_is_tried_again() -> None:
@@ -729,7 +782,8 @@ def test_a_pin_takes_engines_back_step_by_step_and_holds_them_there() -> None:
     bench(PinRequested(JOB, WeightVersion(0)))
     assert bench.said() == ["weights_pinned"]
     assert bench.all(ApplyVersion) == [
-        ApplyVersion(replica, WeightVersion(1), WeightVersion(2), "/undo/v2", True) for replica in (OPP, DED)
+        ApplyVersion(replica, WeightVersion(1), WeightVersion(2), "/undo/v2", True, (OPP, DED))
+        for replica in (OPP, DED)
     ]
     assert bench.replica(OPP).state == "updating"
     bench(WeightsApplied(OPP, WeightVersion(1)), WeightsApplied(DED, WeightVersion(1)))
@@ -769,6 +823,7 @@ def test_a_refused_way_back_is_not_tried_again() -> None:
     bench = on_version_2()
     bench(PinRequested(JOB, WeightVersion(1)))
     bench(WeightsRefused(OPP, WeightVersion(1), WeightVersion(2), "wrong_base"))
+    bench(WeightsRefused(DED, WeightVersion(1), WeightVersion(2), "another cannot", held_back=True))
     bench(*[Tick()] * 200)
     assert OPP in {effect.replica for effect in bench.all(StopEngine)}
     bench(EngineExited(OPP, 0, "asked"), *[Tick()] * 200)

@@ -42,7 +42,7 @@ def torch_model(state: State, fused: bool = False) -> Any:
     if fused:
         parts = [f"attn.{part}_proj.weight" for part in "qkv"]
         module = torch.nn.Module()
-        module.output_sizes = [tensors[part].shape[0] for part in parts]
+        module.output_partition_sizes = [tensors[part].shape[0] for part in parts]
         tensors["attn.qkv_proj.weight"] = torch.cat([tensors.pop(part) for part in parts])
         root.packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
         root.add_module("attn", torch.nn.Module())
@@ -61,7 +61,7 @@ def torch_model(state: State, fused: bool = False) -> Any:
 def live_of(module: Any, version: int = 0) -> Any:
     from rose.engines.live import LiveWeights  # noqa: PLC0415
 
-    return LiveWeights(module, tensor_parallel=1, version=version)
+    return LiveWeights(module, version=version)
 
 
 def bf16(shape: tuple[int, ...], seed: int) -> Bits:

@@ -27,11 +27,20 @@ class EngineInfo(msgspec.Struct, frozen=True):
 
 
 class UpdateAnswer(msgspec.Struct, frozen=True):
-    """Answer of POST /rose/v1/weights/update; `ms` holds stage, pause, apply and total."""
+    """Answer of POST /rose/v1/weights/update; `ms` holds stage, pause, apply and total.
+
+    Those of /stage and /apply hold their own.
+    """
 
     version: int
     changed: int
     ms: dict[str, float]
+
+
+class Held(msgspec.Struct, frozen=True):
+    """Answer of POST /rose/v1/weights/undo and /rose/v1/weights/settle."""
+
+    version_held: int
 
 
 class Digests(msgspec.Struct, frozen=True):
@@ -100,6 +109,29 @@ class EngineClient:
             "abort_in_flight": abort_in_flight,
         }
         return await self._ask("POST", "/rose/v1/weights/update", UpdateAnswer, timeout_s, body)
+
+    async def stage(
+        self, version: WeightVersion, base: WeightVersion, path: str, *, timeout_s: float
+    ) -> UpdateAnswer:
+        """Have it read and verify a staged version.  Raises EngineUnreachable, EngineRefused."""
+        body = {"version": version, "base_version": base, "path": path}
+        return await self._ask("POST", "/rose/v1/weights/stage", UpdateAnswer, timeout_s, body)
+
+    async def apply(self, version: WeightVersion, *, abort_in_flight: bool, timeout_s: float) -> UpdateAnswer:
+        """Have it write what it staged.  Raises EngineUnreachable, EngineRefused (nothing was written)."""
+        body = {"version": version, "abort_in_flight": abort_in_flight}
+        return await self._ask("POST", "/rose/v1/weights/apply", UpdateAnswer, timeout_s, body)
+
+    async def undo(self, *, abort_in_flight: bool, timeout_s: float) -> WeightVersion:
+        """Have it take back what it wrote, if anything; what it holds then.  Raises as `apply`."""
+        body = {"abort_in_flight": abort_in_flight}
+        return WeightVersion(
+            (await self._ask("POST", "/rose/v1/weights/undo", Held, timeout_s, body)).version_held
+        )
+
+    async def settle(self, *, timeout_s: float) -> None:
+        """Have it let go of the way back.  Raises EngineUnreachable, EngineRefused."""
+        await self._ask("POST", "/rose/v1/weights/settle", Held, timeout_s, {})
 
     async def abort_all(self) -> int:
         """End every request in flight with what it has.  Raises EngineUnreachable, EngineRefused."""

@@ -53,6 +53,9 @@ def stop_grace_ns(config: Config) -> Nanos:
 
 
 def _replica(config: Config, section: ReplicaConfig) -> ReplicaSettings:
+    block_bytes = kv_block_bytes(Path(section.model), section.block_tokens)
+    if config.device.kind == "cuda":
+        block_bytes //= section.tensor_parallel  # of one device
     return ReplicaSettings(
         replica=section.id,
         kind=section.kind,
@@ -60,7 +63,7 @@ def _replica(config: Config, section: ReplicaConfig) -> ReplicaSettings:
         model=section.served_name,
         block_tokens=section.block_tokens,
         context_tokens_max=section.context_tokens_max,
-        block_bytes=kv_block_bytes(Path(section.model), section.block_tokens),
+        block_bytes=block_bytes,
         device=config.device.id if section.kind == "opportunistic" else "",
         hardware=config.device.rich_in,
         follows_leases=section.kind == "opportunistic" and config.memory.inactive_unleased,

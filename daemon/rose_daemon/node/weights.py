@@ -29,19 +29,18 @@ from rose.core.events import (
 )
 from rose.core.shelf import Staged
 from rose.errors import CorruptDelta, RoseError, WrongBase
-from rose.units import NS_PER_MS, WeightVersion, s_to_ns
+from rose.units import NS_PER_MS, WeightVersion
 from rose.weights import container, receiver
-from rose.weights.manifest import VERSION_MAX, Manifest, tied_names
+from rose.weights.manifest import VERSION_MAX
 from rose.weights.relay import Relay
 from rose.weights.store import WeightStore
-from rose_daemon.node.engine_http import Digests, EngineClient, EngineRefused, EngineUnreachable, UpdateAnswer
 from rose_daemon.node.engines import Engines
 from rose_daemon.node.keeper import CopyKeeper
+from rose_daemon.node.rounds import ENGINE_GONE, Outcome, UpdateRounds
 from rose_daemon.node.updates import Update, UpdateHistory
 
 _POLL_WAIT_S = 20.0
 _BACKOFF_S = (0.5, 15.0)
-_BUSY_RETRY_S = 0.5
 
 log = structlog.get_logger("rosed.weights")
 
@@ -66,7 +65,7 @@ class WeightAgent:
         self._keep = config.node.weights_keep
         self._store = WeightStore(Path(config.node.state_dir))
         self._relay = relay
-        self._engines = engines
+        self._rounds = UpdateRounds(engines, self._timeout_s, clock_ns)
         self._emit = emit
         self._clock_ns = clock_ns
         self._keeper = keeper
@@ -126,33 +125,21 @@ class WeightAgent:
 
     async def apply(self, order: ApplyVersion) -> None:
         """Update an engine and check its digests; WeightsApplied or WeightsRefused follows."""
-        engine = self._engines.get(order.replica)
-        if engine is None:
-            self._emit(WeightsRefused(order.replica, order.version, None, "engine_gone"))
-            return
         started_ns = self._clock_ns()
-        held: WeightVersion | None = None
-        try:
-            manifest = await asyncio.to_thread(container.read_manifest, Path(order.path))
-            answer = await self._update(engine.client, order)
-            if answer is None:
-                held = order.version
-            live = await engine.client.digests(self._timeout_s)
-            reason = _difference(manifest, live)
-        except EngineRefused as error:
-            reason = f"{error.error}: {error.what}"
-            held = None if error.version_held is None else WeightVersion(error.version_held)
-        except EngineUnreachable as error:
-            reason = f"engine_unreachable: {error.what}"
-        except (CorruptDelta, OSError) as error:
-            reason = f"corrupt_version: {error}"
+        outcome = await self._rounds.go(order)
+        self._note(order, started_ns, outcome)
+        if outcome.reason:
+            refusal = WeightsRefused(
+                order.replica,
+                order.version,
+                outcome.held,
+                outcome.reason,
+                held_back=outcome.held_back,
+                mixed=outcome.mixed,
+            )
+            self._emit(refusal)
         else:
-            if not reason:
-                self._note(order, started_ns, manifest=manifest, answer=answer)
-                self._emit(WeightsApplied(order.replica, order.version))
-                return
-        self._note(order, started_ns, reason=reason)
-        self._emit(WeightsRefused(order.replica, order.version, held, reason))
+            self._emit(WeightsApplied(order.replica, order.version))
 
     async def prune(self, oldest_held: WeightVersion) -> None:
         """Delete staged versions that neither engines, which hold `oldest_held` or more, nor the copy need.
@@ -175,38 +162,11 @@ class WeightAgent:
     def _stage_failed(self, order: PullVersion, reason: str) -> None:
         self._emit(VersionStageFailed(order.job, order.version, reason))
 
-    async def _update(self, client: EngineClient, order: ApplyVersion) -> UpdateAnswer | None:
-        """The engine's answer; None if it holds the version already, by an earlier update's lost answer.
-
-        An engine that is busy is still at an update that we gave up waiting for: it is asked again.
-        """
-        busy_until_ns = self._clock_ns() + s_to_ns(self._timeout_s)
-        while True:
-            try:
-                return await client.update(
-                    order.version,
-                    order.base_version,
-                    order.path,
-                    abort_in_flight=order.abort_in_flight,
-                    timeout_s=self._timeout_s,
-                )
-            except EngineRefused as error:
-                if error.version_held == order.version:
-                    return None
-                if error.error != "busy" or self._clock_ns() >= busy_until_ns:
-                    raise
-            await asyncio.sleep(_BUSY_RETRY_S)
-
-    def _note(
-        self,
-        order: ApplyVersion,
-        started_ns: int,
-        *,
-        reason: str = "",
-        manifest: Manifest | None = None,
-        answer: UpdateAnswer | None = None,
-    ) -> None:
+    def _note(self, order: ApplyVersion, started_ns: int, outcome: Outcome) -> None:
+        if outcome.held_back or outcome.reason == ENGINE_GONE:
+            return  # no attempt of its own
         now_ns = self._clock_ns()
+        answer, manifest, reason = outcome.answer, outcome.manifest, outcome.reason
         update = Update(
             replica=order.replica,
             version=order.version,
@@ -223,15 +183,3 @@ class WeightAgent:
         )
         self.history.add(update)
         log.info("weight update", code="applied" if update.ok else "refused", **msgspec.to_builtins(update))
-
-
-def _difference(manifest: Manifest, live: Digests) -> str:
-    """Why the engine does not run this version, by its own digests; empty if it does."""
-    if live.version != manifest.version:
-        return f"wrong_version: the engine says {live.version} after an update to {manifest.version}"
-    tied = tied_names(manifest, live.digests)
-    wanted = {name: digest for name, digest in manifest.target_digests.items() if name not in tied}
-    wrong = sorted(name for name, digest in wanted.items() if live.digests.get(name) != digest)
-    if wrong:
-        return f"digest_mismatch: {len(wrong)} of {len(wanted)} parameters, first {wrong[0]}"
-    return ""

@@ -7,13 +7,12 @@ All answers are JSON; errors are `{"error": code, "detail": text}`.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hmac
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
 from fastapi import FastAPI, Request, Response
@@ -21,19 +20,18 @@ from vllm.version import __version__ as vllm_version
 
 from rose import __version__
 from rose.boards import WatchedBoard
-from rose.core.readings import GatePolicy, ReplicaReading, SlackReading, Unknown
+from rose.core.readings import ReplicaReading, SlackReading, Unknown
+from rose.engines.vllm.bell import GateBell
 from rose.engines.vllm.settings import PluginSettings, read_token
+from rose.engines.vllm.updates import Answer, UpdateCycle
 from rose.errors import ConfigError
 
-_POLL_S = (0.002, 0.02)
-"""Shortest and longest pause between questions how a staging goes."""
-_RING_S = (0.002, 0.05)
-"""Shortest and longest pause between rings while a call waits for its answer."""
 _AFTER_S = 0.003
 """From the HTTP layer to the core loop's inbox takes about this long."""
 _BODY_BYTES_MAX = 1 << 20
 
 Handler = Callable[[Request], Awaitable[Response]]
+BodyT = TypeVar("BodyT")
 
 
 class UpdateRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -43,6 +41,31 @@ class UpdateRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     base_version: int
     path: str
     abort_in_flight: bool = False
+
+
+class StageRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of POST /rose/v1/weights/stage."""
+
+    version: int
+    base_version: int
+    path: str
+
+
+class ApplyRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of POST /rose/v1/weights/apply."""
+
+    version: int
+    abort_in_flight: bool = False
+
+
+class UndoRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of POST /rose/v1/weights/undo."""
+
+    abort_in_flight: bool = False
+
+
+class SettleRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of POST /rose/v1/weights/settle."""
 
 
 class AbortRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -68,7 +91,8 @@ class RoseEndpoints:
         self._settings = settings
         self._token = read_token(Path(settings.token_file))
         self._bell = GateBell(settings)
-        self._updating: asyncio.Task[Response] | None = None
+        self._cycle = UpdateCycle(self._bell)
+        self._updating: asyncio.Task[Answer] | None = None
         self._engine: Any = None
         self._about: dict[str, Any] = {}
 
@@ -77,6 +101,10 @@ class RoseEndpoints:
         self._add(app, "GET", "/rose/v1/engine", self.engine)
         if self._settings.role == "rollout":
             self._add(app, "POST", "/rose/v1/weights/update", self.update_weights)
+            self._add(app, "POST", "/rose/v1/weights/stage", self.stage_weights)
+            self._add(app, "POST", "/rose/v1/weights/apply", self.apply_weights)
+            self._add(app, "POST", "/rose/v1/weights/undo", self.undo_weights)
+            self._add(app, "POST", "/rose/v1/weights/settle", self.settle_weights)
             self._add(app, "GET", "/rose/v1/weights/digests", self.weight_digests)
             self._add(app, "POST", "/rose/v1/abort", self.abort)
 
@@ -93,7 +121,7 @@ class RoseEndpoints:
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
         """Learn what does not change: model, versions, the processes and where they run."""
-        self._engine = engine_client
+        self._engine = self._cycle.engine = engine_client
         if self._settings.weight_version:
             await engine_client.update_weight_version(str(self._settings.weight_version))
         workers = await engine_client.collective_rpc("rose_process")
@@ -126,74 +154,66 @@ class RoseEndpoints:
         state = {"weight_version": weight_version, "kv_total_blocks": reading.kv_total_blocks, "core": core}
         return _json(200, self._about | state)
 
-    # ---- POST /rose/v1/weights/update ---------------------------------------------------------------
+    # ---- POST /rose/v1/weights/... ------------------------------------------------------------------
 
     async def update_weights(self, request: Request) -> Response:
-        """Bring the engine to another version: stage, pause, write, resume.  One at a time.
+        """Bring the engine to another version: stage, apply, settle."""
+
+        def work(body: UpdateRequest) -> Coroutine[Any, Any, Answer]:
+            cycle, abort = self._cycle, body.abort_in_flight
+            return cycle.update(body.version, body.base_version, body.path, abort_in_flight=abort)
+
+        return await self._exclusively(request, UpdateRequest, work)
+
+    async def stage_weights(self, request: Request) -> Response:
+        """Read and verify a version, while generation goes on."""
+
+        def work(body: StageRequest) -> Coroutine[Any, Any, Answer]:
+            return self._cycle.stage(body.version, body.base_version, body.path)
+
+        return await self._exclusively(request, StageRequest, work)
+
+    async def apply_weights(self, request: Request) -> Response:
+        """Pause, write what is staged, resume."""
+
+        def work(body: ApplyRequest) -> Coroutine[Any, Any, Answer]:
+            return self._cycle.apply(body.version, abort_in_flight=body.abort_in_flight)
+
+        return await self._exclusively(request, ApplyRequest, work)
+
+    async def undo_weights(self, request: Request) -> Response:
+        """Pause, take the latest apply back, resume."""
+
+        def work(body: UndoRequest) -> Coroutine[Any, Any, Answer]:
+            return self._cycle.undo(abort_in_flight=body.abort_in_flight)
+
+        return await self._exclusively(request, UndoRequest, work)
+
+    async def settle_weights(self, request: Request) -> Response:
+        """What was applied stays."""
+        return await self._exclusively(request, SettleRequest, lambda _: self._cycle.settle())
+
+    async def _exclusively(
+        self, request: Request, kind: type[BodyT], work: Callable[[BodyT], Coroutine[Any, Any, Answer]]
+    ) -> Response:
+        """One call about weights at a time.
 
         Once begun it is made whole, whether or not anybody still waits for the answer: new weights under the
         old version would match prefixes of the old ones.
         """
-        body = await _decode(request, UpdateRequest)
+        body = await _decode(request, kind)
         if isinstance(body, Response):
             return body
         if self._updating is not None and not self._updating.done():
             return _json(409, {"error": "busy", "detail": "another weight update is under way"})
-        self._updating = asyncio.create_task(self._bring_to_version(body))
-        return await asyncio.shield(self._updating)
-
-    async def _bring_to_version(self, body: UpdateRequest) -> Response:
-        started = time.monotonic()
-        staged = await self._stage(body)
-        if staged["state"] != "staged":
-            return _refused(staged)
-        pausing = time.monotonic()
-        async with self._bell.ringing():
-            outcome = await self._apply(body)
-        if "error" in outcome:
-            return _refused(outcome)
-        ended = time.monotonic()
-        ms = {
-            "stage": staged["stage_ms"],
-            "pause": (ended - pausing) * 1e3,
-            "apply": outcome["apply_ms"],
-            "total": (ended - started) * 1e3,
-        }
-        return _json(200, {"version": body.version, "changed": outcome["changed"], "ms": ms})
-
-    async def _stage(self, body: UpdateRequest) -> dict[str, Any]:
-        await self._worker("rose_discard_weights")  # what a cancelled update may have left
-        state = await self._worker("rose_stage_weights", body.path, body.version, body.base_version)
-        pause_s = _POLL_S[0]
-        while state["state"] == "staging":
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, _POLL_S[1])
-            state = await self._worker("rose_stage_state")
-        return state
-
-    async def _apply(self, body: UpdateRequest) -> dict[str, Any]:
-        mode = "abort" if body.abort_in_flight else "keep"
-        try:
-            # Not `pause_generation`, which sleeps 20 ms for the looks of it.
-            await self._engine.engine_core.pause_scheduler_async(mode=mode, clear_cache=False)
-            outcome = await self._worker("rose_apply_weights", body.version)
-            if "error" not in outcome:
-                await self._engine.update_weight_version(str(body.version))
-            return outcome
-        finally:
-            await self._engine.resume_generation()
-
-    async def _worker(self, method: str, *arguments: Any) -> dict[str, Any]:
-        async with self._bell.ringing():
-            answers: list[dict[str, Any]] = await self._engine.collective_rpc(method, args=arguments)
-        assert len(answers) == 1, "live weights are for one worker"
-        return answers[0]
+        self._updating = asyncio.create_task(work(body))
+        return _answer(await asyncio.shield(self._updating))
 
     # ---- GET /rose/v1/weights/digests, POST /rose/v1/abort --------------------------------------------
 
     async def weight_digests(self, request: Request) -> Response:
         """Digest of every live parameter, by checkpoint name, computed now."""
-        return _json(200, await self._worker("rose_weight_digests"))
+        return _answer(await self._cycle.digests())
 
     async def abort(self, request: Request) -> Response:
         """End requests; their clients get what they have so far, with finish_reason `abort`."""
@@ -213,41 +233,6 @@ class RoseEndpoints:
                 await self._engine.abort(wanted)
                 await asyncio.sleep(_AFTER_S)
         return _json(200, {"aborted": len(wanted)})
-
-
-class GateBell:
-    """The bell on this rollout engine's own gate board, which ends the wait of a closed gate."""
-
-    def __init__(self, settings: PluginSettings) -> None:
-        self._board = WatchedBoard(settings.boards.gate(settings.name), GatePolicy)
-
-    def ring(self) -> None:
-        """Ring it, if the board is there."""
-        self._board.read(time.monotonic_ns(), None)
-        if self._board.bell is not None:
-            self._board.bell.ring()
-
-    @contextlib.asynccontextmanager
-    async def ringing(self) -> AsyncIterator[None]:
-        """Ring again and again, so that a call made meanwhile is served at once; less and less often.
-
-        A ring may come before the call has reached the core loop, and end the wait in vain.
-        """
-
-        async def keep_ringing() -> None:
-            pause_s = _RING_S[0]
-            while True:
-                self.ring()
-                await asyncio.sleep(pause_s)
-                pause_s = min(2 * pause_s, _RING_S[1])
-
-        task = asyncio.create_task(keep_ringing())
-        try:
-            yield
-        finally:
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
 
 
 class BellMiddleware:
@@ -285,11 +270,12 @@ async def _decode(request: Request, kind: type[Any]) -> Any:
         return _json(400, {"error": "bad_request", "detail": str(error)})
 
 
-_STATUS = {"wrong_base": 409, "busy": 409, "corrupt_delta": 422}
+_STATUS = {"wrong_base": 409, "busy": 409, "not_staged": 409, "corrupt_delta": 422}
 
 
-def _refused(answer: dict[str, Any]) -> Response:
-    code = answer.get("error", answer.get("state", "failed"))
+def _answer(answer: Answer) -> Response:
+    if (code := answer.get("error")) is None:
+        return _json(200, answer)
     detail = {key: value for key, value in answer.items() if key in {"detail", "version_held"}}
     return _json(_STATUS.get(code, 500), {"error": code} | detail)
 

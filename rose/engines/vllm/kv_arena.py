@@ -60,12 +60,14 @@ class KvHolder:
     most, and only if the order is new to it.  A page that an order in force needs is never given back.
     """
 
-    def __init__(self, arena: Arena, layout: KvLayout, boards: BoardPaths, engine: str) -> None:
+    def __init__(
+        self, arena: Arena, layout: KvLayout, boards: BoardPaths, engine: str, rank: int = 0
+    ) -> None:
         self._arena = arena
         self._layout = layout
         self._orders = OrderReader(boards, engine)
         boards.run_dir.mkdir(parents=True, exist_ok=True)
-        self._board = BoardWriter(boards.kv_holding(engine), KvHolding)
+        self._board = BoardWriter(boards.kv_holding(engine, rank), KvHolding)
         self._lock = threading.Lock()
         self._reading = threading.Lock()
         pages = -(-layout.size_bytes // arena.page_bytes)

@@ -23,7 +23,9 @@ class ElasticKv:
 
     def __init__(self, scheduler: Any, settings: PluginSettings) -> None:
         engine = RankShape.of(scheduler.vllm_config).board_name(settings.name)
-        self.memory = KvMemory(settings.boards, engine, scheduler.kv_cache_manager.block_pool.num_gpu_blocks)
+        blocks = scheduler.kv_cache_manager.block_pool.num_gpu_blocks
+        ranks = scheduler.vllm_config.parallel_config.tensor_parallel_size
+        self.memory = KvMemory(settings.boards, engine, blocks, ranks)
         layout = KvLayout.of(scheduler.kv_cache_config)
         holding = self.memory.holding
         group_blocks = 1

@@ -82,15 +82,17 @@ class OrderReader:
 class KvMemory:
     """The scheduler's view of its KV memory: orders what may be given back, and sees what was.
 
+    Each rank of a tensor-parallel engine keeps a part of every block; all obey the same orders.
+
     Blocks that become parked are given back only when every step that was in flight then has ended: such a
     step may still write to them.  Blocks that are unparked are in force at once.
     """
 
-    def __init__(self, boards: BoardPaths, engine: str, blocks: int) -> None:
-        self._board = WatchedBoard(boards.kv_holding(engine), KvHolding)
+    def __init__(self, boards: BoardPaths, engine: str, blocks: int, ranks: int = 1) -> None:
+        self._boards = [WatchedBoard(boards.kv_holding(engine, rank), KvHolding) for rank in range(ranks)]
         self._looked_ns = time.monotonic_ns()
-        self.holding: KvHolding | Unknown = self._board.read(self._looked_ns, None)
-        """What the worker last said, as of the latest `look`."""
+        self.holding: KvHolding | Unknown = self._read(self._looked_ns)
+        """What the workers last said, all of them together, as of the latest `look`."""
         self.elastic = isinstance(self.holding, KvHolding)
         """Whether the worker put its KV cache into an arena; if not, orders reach nobody."""
         self._orders = OrderWriter(boards, engine) if self.elastic else None
@@ -104,9 +106,30 @@ class KvMemory:
         """Read what the worker says: now and then, and always while it has something to do."""
         if self._orders is not None and (not self.settled or now_ns - self._looked_ns >= _LOOK_NS):
             self._looked_ns = now_ns
-            self.holding = self._board.read(now_ns, None)
+            self.holding = self._read(now_ns)
             if isinstance(self.holding, KvHolding) and self.holding.revision >= self._orders.revision:
                 self.given_back = self._given.copy()
+
+    def _read(self, now_ns: int) -> KvHolding | Unknown:
+        """One holding: sums of bytes, and as far as the slowest worker is with its orders."""
+        holdings: list[KvHolding] = []
+        for board in self._boards:
+            holding = board.read(now_ns, None)
+            if isinstance(holding, Unknown):
+                return holding
+            holdings.append(holding)
+        if len(holdings) == 1:
+            return holdings[0]
+        return KvHolding(
+            stamp_ns=min(each.stamp_ns for each in holdings),
+            revision=min(each.revision for each in holdings),
+            page_bytes=holdings[0].page_bytes,
+            arena_bytes=sum(each.arena_bytes for each in holdings),
+            mapped_bytes=sum(each.mapped_bytes for each in holdings),
+            resident_bytes=sum(each.resident_bytes for each in holdings),
+            released_bytes=sum(each.released_bytes for each in holdings),
+            release_ns=max(each.release_ns for each in holdings),
+        )
 
     def order(self, parked: Blocks, steps_in_flight: int) -> None:
         """These blocks (true) are parked from now on, and no others."""

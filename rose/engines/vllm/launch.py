@@ -145,8 +145,12 @@ def rollout_command(
     argv = _server(server, shape, device, settings.kv_shared_bytes)
     argv += ["--scheduler-cls", _scheduler("rollout", device), "--enable-prompt-tokens-details"]
     argv += ["--middleware", f"{_PACKAGE}.endpoints.BellMiddleware"]
-    argv += ["--weight-transfer-config", '{"backend":"rose"}', *replica.engine_args]
-    return EngineCommand(tuple(argv), _environment(settings, len(replica.cpus), device, environ))
+    argv += ["--weight-transfer-config", '{"backend":"rose"}']
+    if replica.tensor_parallel > 1:
+        argv += ["--tensor-parallel-size", str(replica.tensor_parallel)]
+    argv += replica.engine_args
+    threads = len(replica.cpus) // replica.tensor_parallel
+    return EngineCommand(tuple(argv), _environment(settings, threads, device, environ))
 
 
 def _cores(cpus: Sequence[int]) -> str:

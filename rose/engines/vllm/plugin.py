@@ -73,6 +73,14 @@ def bind_process(cores: Iterable[int], *, idle_priority: bool = False) -> None:
             ) from None
 
 
+def cores_of_rank(cores: Iterable[int], rank: int, ranks: int) -> frozenset[int]:
+    """A rank's share of the workers' cores; all of them where there are fewer than ranks."""
+    ordered = sorted(cores)
+    if len(ordered) < ranks:
+        return frozenset(ordered)
+    return frozenset(ordered[rank * len(ordered) // ranks : (rank + 1) * len(ordered) // ranks])
+
+
 def _register_weight_backend() -> None:
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory  # noqa: PLC0415
 

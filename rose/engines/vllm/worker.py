@@ -16,7 +16,7 @@ from rose_kernels.arena.base import Arena
 from rose.engines.live import LiveWeights
 from rose.engines.vllm.kv_arena import ArenaAllocation, KvHolder
 from rose.engines.vllm.kv_layout import KvLayout
-from rose.engines.vllm.plugin import bind_process
+from rose.engines.vllm.plugin import bind_process, cores_of_rank
 from rose.engines.vllm.settings import PluginSettings
 from rose.engines.vllm.slack_board import RankShape
 from rose.engines.vllm.weights import RoseWeightTransferEngine
@@ -33,20 +33,22 @@ class RoseWorkerMixin:
     _rose_allocation: ArenaAllocation | None = None
     _rose_kv: KvHolder | None = None
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, vllm_config: Any, local_rank: int, *args: Any, **kwargs: Any) -> None:
+        self._rose_ranks = vllm_config.parallel_config.tensor_parallel_size
+        self._rose_rank = local_rank % self._rose_ranks
         self._bind()  # before any pool of threads exists
-        super().__init__(*args, **kwargs)
+        super().__init__(vllm_config, local_rank, *args, **kwargs)  # type: ignore[call-arg]
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load as vLLM does, then bind once more: loading may have made threads of its own."""
         super().load_model(*args, **kwargs)  # type: ignore[misc]
         self._bind()
 
-    @staticmethod
-    def _bind() -> None:
+    def _bind(self) -> None:
         settings = PluginSettings.from_environ()
         if settings is not None:
-            bind_process(settings.worker_cores, idle_priority=settings.worker_idle_priority)
+            cores = cores_of_rank(settings.worker_cores, self._rose_rank, self._rose_ranks)
+            bind_process(cores, idle_priority=settings.worker_idle_priority)
 
     # ---- KV memory --------------------------------------------------------------------------------
 
@@ -71,7 +73,7 @@ class RoseWorkerMixin:
             log.warning("KV memory is not elastic: vLLM did not allocate its cache as expected")
             return
         engine = RankShape.of(self.vllm_config).board_name(settings.name)
-        self._rose_kv = KvHolder(made[0], layout, settings.boards, engine)
+        self._rose_kv = KvHolder(made[0], layout, settings.boards, engine, self._rose_rank)
 
     def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[Any]:
         if tag == "kv_cache" and self._rose_allocation is not None:
@@ -115,8 +117,12 @@ class RoseWorkerMixin:
         """Write the staged version over the live parameters.  Generation must be paused."""
         return self._live_weights.apply_staged(version)
 
+    def rose_undo_weights(self) -> dict[str, Any]:
+        """Take the latest write back, if it is not settled.  Generation must be paused."""
+        return self._live_weights.undo_applied()
+
     def rose_discard_weights(self) -> dict[str, Any]:
-        """Forget what is staged."""
+        """Forget what is staged, and the way back from what was written."""
         return self._live_weights.discard()
 
     def rose_weight_digests(self) -> dict[str, Any]:
