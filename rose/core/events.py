@@ -89,6 +89,10 @@ class VersionAvailable(Event, frozen=True):
     base_version: WeightVersion | None = None
     anchor: bool = False
     """It has no base: what is before it need not be fetched."""
+    nbytes: int = 0
+    """What fetching it takes; 0 if not known."""
+    squashed: bool = False
+    """Said of the delta on `base_version` that the trainer offers beside the version itself."""
 
 
 class VersionStaged(Event, frozen=True):

@@ -188,8 +188,11 @@ class NodeMachine:
         if event.job != self.settings.job:
             return self._foreign_job(event.job)
         match event:
-            case VersionAvailable(version=version, base_version=base, anchor=anchor):
-                self.shelf.available(version, base, anchor=anchor)
+            case VersionAvailable(version=version, base_version=base, nbytes=nbytes):
+                if not event.squashed:
+                    self.shelf.available(version, base, anchor=event.anchor, nbytes=nbytes)
+                elif base is not None:
+                    self.shelf.offered_squashed(version, base, nbytes)
                 return []
             case VersionStaged(version=version, base_version=base, path=path):
                 if self.shelf.arrived(Staged(version, base, path)):
@@ -351,7 +354,7 @@ class NodeMachine:
         ]
         pull = self.shelf.next_pull(heading, self._now_ns)
         if pull is not None:
-            return [PullVersion(self.settings.job, pull.version, pull.held)]
+            return [PullVersion(self.settings.job, *pull)]
         said: list[NodeEffect] = []
         for hosted in live:
             stuck = self.shelf.newest if self.shelf.dead_end(hosted.life.held) else None

@@ -34,6 +34,18 @@ class Pull(NamedTuple):
 
     version: WeightVersion
     held: WeightVersion
+    squashed: bool = False
+    """As the one delta on `held` that the trainer offers beside the version."""
+
+
+class _Way(NamedTuple):
+    """How to come to a version, and what it takes from where engines are."""
+
+    nbytes: int
+    steps: int
+    pull: Pull | None
+    base: WeightVersion | None = None
+    """What the files of the last step are built on."""
 
 
 class _Retry(NamedTuple):
@@ -53,6 +65,9 @@ class VersionShelf:
         """Staged versions in order, by what they are built on: a chain is followed at every event."""
         self._bases: dict[WeightVersion, WeightVersion | None] = {}
         """What versions at the relay are built on, where that is known; None: an anchor."""
+        self._bytes: dict[WeightVersion, int] = {}
+        self._squashed: dict[WeightVersion, tuple[WeightVersion, int]] = {}
+        """Squashed deltas at the relay: their base and size."""
         self._retries: dict[WeightVersion, _Retry] = {}
         self._undos: dict[WeightVersion, Staged] = {}
         self.pulling: Pull | None = None
@@ -70,11 +85,17 @@ class VersionShelf:
         return tuple(sorted(self._staged))
 
     def available(
-        self, version: WeightVersion, base: WeightVersion | None = None, *, anchor: bool = False
+        self,
+        version: WeightVersion,
+        base: WeightVersion | None = None,
+        *,
+        anchor: bool = False,
+        nbytes: int = 0,
     ) -> bool:
         """The relay has `version`, built on `base` (if known) or an anchor; False if that cannot be new."""
         if version > 0 and (anchor or (base is not None and base < version)):
             self._bases[version] = None if anchor else base
+            self._bytes[version] = nbytes
         at = bisect_right(self._available, version)
         if version <= 0 or (at and self._available[at - 1] == version):
             return False
@@ -83,8 +104,14 @@ class VersionShelf:
             oldest = self._available.pop(0)
             self._drop(oldest)
             self._retries.pop(oldest, None)
-            self._bases.pop(oldest, None)
+            for known in (self._bases, self._bytes, self._squashed):
+                known.pop(oldest, None)
         return True
+
+    def offered_squashed(self, version: WeightVersion, base: WeightVersion, nbytes: int) -> None:
+        """The relay has one delta from `base` to a version that is available."""
+        if version in self._available and 0 <= base < version:
+            self._squashed[version] = base, nbytes
 
     def arrived(self, staged: Staged) -> bool:
         """The version's files lie on this host; False if that is no version, or not based on an older one."""
@@ -167,14 +194,25 @@ class VersionShelf:
         """
         if self.pulling is not None:
             return None
-        for held in held_by_engines:
-            reached = self._reached_from(held)
-            for version in (*self._way_from(reached), *self._later_than(reached)):
-                retry = self._retries.get(version)
-                if version not in self._staged and (retry is None or retry.at_ns <= now_ns):
-                    self.pulling = Pull(version, reached)
+        starts = [self._reached_from(held) for held in held_by_engines]
+        for reached in starts:
+            for way in (*self._way_from(reached, starts), *self._in_order(reached)):
+                if way.pull is not None and self._wanted(way, way.pull.version, now_ns):
+                    self.pulling = way.pull
                     return self.pulling
         return None
+
+    def _wanted(self, way: _Way, version: WeightVersion, now_ns: int) -> bool:
+        """Whether it does not lie here in this form, and may be tried now."""
+        staged = self._staged.get(version)
+        if staged is not None and (way.steps == 0 or staged.base == way.base):
+            return False
+        retry = self._retries.get(version)
+        return retry is None or retry.at_ns <= now_ns
+
+    def _in_order(self, reached: WeightVersion) -> list[_Way]:
+        """All later versions, whatever they are built on (`steps` 0)."""
+        return [_Way(0, 0, Pull(version, reached)) for version in self._later_than(reached)]
 
     def dead_end(self, held: WeightVersion) -> bool:
         """Whether later versions are wanted, all of them lie here, and none can follow where `held` leads."""
@@ -187,17 +225,35 @@ class VersionShelf:
             held = step.version
         return held
 
-    def _way_from(self, reached: WeightVersion) -> list[WeightVersion]:
-        """The versions that lead to the newest one from `reached`, or from an anchor; empty if not known."""
-        way: list[WeightVersion] = []
+    def _way_from(self, reached: WeightVersion, others: Iterable[WeightVersion]) -> list[_Way]:
+        """The way of fewest bytes to the newest version; empty if none is known.
+
+        A squashed delta is no part of it where it would leave out a version that `others` have reached: they
+        need the newest one built on that.
+        """
         later = self._later_than(reached)
-        version: WeightVersion | None = later[-1] if later else None
-        while version is not None and version > reached:
-            if version not in self._bases:
-                return []
-            way.append(version)
-            version = self._bases[version]
-        return way[::-1] if version in (None, reached) else []
+        ways = {reached: _Way(0, 0, None)}
+        for version in later:
+            found: list[_Way] = []
+            if version in self._bases:
+                base = self._bases[version]
+                if (start := ways.get(reached if base is None else base)) is not None:
+                    nbytes = start.nbytes + self._bytes.get(version, 0)
+                    found.append(_Way(nbytes, start.steps + 1, Pull(version, reached), base))
+            if version in self._squashed:
+                base, size = self._squashed[version]
+                if base in ways and not any(base < other < version for other in others):
+                    start = ways[base]
+                    pull = Pull(version, base, squashed=True)
+                    found.append(_Way(start.nbytes + size, start.steps + 1, pull, base))
+            if found:
+                ways[version] = min(found, key=lambda way: (way.nbytes, way.steps))
+        way: list[_Way] = []
+        at = later[-1] if later else reached
+        while (step := ways.get(at)) is not None and step.pull is not None:
+            way.append(step)
+            at = reached if step.base is None else step.base
+        return way[::-1]
 
     def _later_than(self, version: WeightVersion) -> list[WeightVersion]:
         end = len(self._available) if self.pin is None else bisect_right(self._available, self.pin)

@@ -29,7 +29,7 @@ from rose.weights.bits import Bits, State
 from rose.weights.checkpoint import open_checkpoint
 from rose.weights.decoding import manifest_digest
 from rose.weights.digests import DIGEST_PATTERN, digest, digest_state
-from rose.weights.manifest import Digest, Manifest
+from rose.weights.manifest import Digest, Manifest, main_job
 from rose.weights.patches import Patch, check_base, check_target, digest_patched, require_form, write_patch
 from rose.weights.store import version_name
 
@@ -182,7 +182,7 @@ class HostCopy:
         Raises WrongBase (of another model, or it does not follow) or CorruptDelta with nothing changed.
         """
         manifest = container.read_manifest(version_dir)
-        if manifest.undo or manifest.job != self._record.job:
+        if manifest.undo or main_job(manifest.job) != self._record.job:
             raise WrongBase(f"{version_dir}: not a version of {self._record.job}")
         check_base(manifest, self._record.digests)
         patches = [patch for patch in container.read_patches(version_dir) if patch.name in self._state]

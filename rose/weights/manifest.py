@@ -34,6 +34,7 @@ PARAMETER_BYTES_MAX = 1 << 40
 VERSION_MAX = (1 << 53) - 1
 """Versions stay exact in every JSON reader."""
 
+_SQUASHED = ".squashed"
 JOB_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}\Z"
 BUCKET_PATTERN = r"^bucket-[0-9]{5}\.safetensors\Z"
 _NAME_PATTERN = r"^[!#-\[\]-~]{1,512}\Z"
@@ -246,6 +247,16 @@ def check(manifest: Manifest) -> None:
         )
     if manifest.fingerprint != fingerprint((p.name, p.dtype, p.shape) for p in manifest.parameters):
         raise CorruptDelta("manifest: the fingerprint is not that of its parameters")
+
+
+def squashed_job(job: JobId) -> JobId:
+    """Under which name a job's squashed deltas lie at the relay: see `rose.weights.shortcuts`."""
+    return JobId(job + _SQUASHED)
+
+
+def main_job(job: JobId) -> JobId:
+    """The job that a version belongs to, squashed or not."""
+    return JobId(job.removesuffix(_SQUASHED))
 
 
 def valid_job(job: str) -> bool:

@@ -32,6 +32,7 @@ from rose.weights.relay import JobStat, RelayFull
 from rose.weights.relay.blocking import BlockingRelay
 from rose.weights.relay.connecting import connect
 from rose.weights.relay.ranges import PARALLEL
+from rose.weights.shortcuts import Shortcuts
 
 _COMMIT_ROUNDS_MAX = 3
 """Pushes of one version before giving up: a relay that restarts meanwhile loses what was staged."""
@@ -56,6 +57,9 @@ class Options(TypedDict, total=False):
     """n: publish each version divisible by n whole, so that a receiver may begin there; None: none."""
     coding: Coding
     """How deltas are coded: classes by speed of the link, threads."""
+    squash_every: int | None
+    """n: for each version divisible by n offer one delta from the last such version too, where that is fewer
+    bytes than the versions between; takes another copy of the model in host memory.  None: never."""
 
 
 class PublishReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -123,6 +127,9 @@ class Publisher:
         self._unsettled: EncodedVersion | None = None
         self._making_room = threading.Lock()
         self._epoch: str | None = None
+        squash_every = options.get("squash_every")
+        self._shortcuts = Shortcuts(relay, job, squash_every, self._coding) if squash_every else None
+        self._begin_shortcuts()
         self._anchor_bytes = 0
         """Size of the last anchor; what the next one will be like."""
 
@@ -157,6 +164,7 @@ class Publisher:
         standing = resume.newest(relay, job, base, options.get("base_version", _CHECKPOINT))
         publisher = cls(relay, job, standing.state, **options)
         publisher._version = standing.version
+        publisher._begin_shortcuts()
         publisher._epoch = standing.epoch
         publisher._kept = {each.manifest.version: each for each in standing.chain[-publisher._keep :]}
         return publisher
@@ -228,6 +236,10 @@ class Publisher:
         self.close()
 
     # ---- inside ----
+
+    def _begin_shortcuts(self) -> None:
+        if self._shortcuts is not None:
+            self._shortcuts.begin(self._version, self._held, self._digests)
 
     def _encode(self, version: WeightVersion, target: State) -> tuple[EncodedVersion, dict[str, str]]:
         digests = digest_state(target)
@@ -376,6 +388,8 @@ class Publisher:
         self._kept[self._version] = encoded
         for old in sorted(self._kept)[: -self._keep]:
             del self._kept[old]
+        if self._shortcuts is not None:
+            self._shortcuts.published(encoded.manifest, self._held, self._digests)
 
     def _repeat(self, target: State) -> PublishReport:
         if digest_state(target) != self._digests:

@@ -7,6 +7,7 @@ runs exactly one version that the trainer published, by digests of its live para
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -99,6 +100,29 @@ def test_an_engine_that_hangs_holds_the_others_at_its_version(tmp_path: Path) ->
             os.kill(pid, signal.SIGCONT)
         site.check(version)
         site.check(site.publish())
+    finally:
+        site.end()
+
+
+def test_a_late_host_takes_squashed_deltas_instead_of_the_chain(tmp_path: Path) -> None:
+    site = Site(tmp_path, squash_every=4)
+    try:
+        for _ in range(9):
+            site.publish()
+        site.start("applier")
+        site.check(9)
+        staged = site.base / "state" / "weights" / JOB
+        bases = {
+            int(path.parent.name[1:]): json.loads(path.read_text())["base_version"]
+            for path in staged.glob("v*/manifest.json")
+        }
+        assert bases == {4: 0, 8: 4, 9: 8}
+        site.check(site.publish())
+        until(lambda: site.copy_version() == 10, site.explain)
+        pid = site.get("ded-0", "/rose/v1/engine")["pid"]
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: site.replica("ded-0")["state"] != "ready", site.explain)
+        site.check(10)
     finally:
         site.end()
 

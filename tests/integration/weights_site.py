@@ -54,7 +54,7 @@ class Site(Host):
     """A host with engines, a relay, and a trainer that keeps all states it published.
 
     Without a `checkpoint` the engines are light ones.  `keys` is more of [node], `replica_keys` of each
-    replica; `keep` is how many versions the publisher keeps.
+    replica; `keep` is how many versions the publisher keeps, `squash_every` as there.
     """
 
     def __init__(
@@ -66,6 +66,7 @@ class Site(Host):
         keys: str = "",
         replica_keys: str = "",
         keep: int = 2,
+        squash_every: int | None = None,
     ) -> None:
         super().__init__(base)
         self.relay_port = free_port("127.0.0.1")
@@ -89,7 +90,7 @@ class Site(Host):
         self.relay: subprocess.Popen[bytes] | None = None
         self.start_relay()
         self.relay_config = RelayConfig(url=f"http://127.0.0.1:{self.relay_port}")
-        self.publisher = Publisher.connect(self.relay_config, JOB, self.states[0], keep=keep)
+        self.publisher = Publisher.connect(self.relay_config, JOB, self.states[0], keep=keep, squash_every=squash_every)
 
     def start_relay(self) -> None:
         command = [sys.executable, "-m", "rose.cli.main", "relay", "--config", str(self.config)]

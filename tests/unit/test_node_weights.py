@@ -36,6 +36,7 @@ from rose.weights.container import read_manifest, read_patches
 from rose.weights.digests import digest_state
 from rose.weights.encoding import encode_coded
 from rose.weights.hostcopy import HostCopy
+from rose.weights.manifest import squashed_job
 from rose.weights.patches import apply_to_state
 from rose.weights.store import WeightStore
 
@@ -255,13 +256,34 @@ async def test_every_version_is_reported_once_whatever_the_relay_does(bench: Ben
     first, second = delta(1)[2], delta(2)[2]
     bench.relay.publish(first)
     bench.relay.publish(second)
-    wanted = [VersionAvailable(JOB, V1, V0), VersionAvailable(JOB, WeightVersion(2), V1)]
+    sizes = [sum(bucket.size for bucket in each.manifest.buckets) for each in (first, second)]
+    wanted = [
+        VersionAvailable(JOB, V1, V0, nbytes=sizes[0]),
+        VersionAvailable(JOB, WeightVersion(2), V1, nbytes=sizes[1]),
+    ]
     await until(lambda: bench.events == wanted)
     assert bench.agent.relay_error == ""
     await asyncio.sleep(0.1)
     assert bench.events == wanted
     watching.cancel()
     await asyncio.gather(watching, return_exceptions=True)
+
+
+async def test_a_squashed_delta_is_reported_and_fetched_under_its_own_name(bench: Bench) -> None:
+    squashed = squashed_job(JOB)
+    bench.relay.publish(ENCODED)
+    bench.relay.publish(delta(job=squashed)[2])
+    watching = asyncio.create_task(bench.agent.watch())
+    await until(lambda: len(bench.events) == 2)
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)
+    assert [(event.version, event.squashed) for event in bench.events] == [(1, False), (1, True)]  # type: ignore[union-attr]
+    bench.events.clear()
+    await bench.agent.pull(PullVersion(JOB, V1, V0, squashed=True))
+    (event,) = bench.events
+    assert isinstance(event, VersionStaged), event
+    assert event.job == JOB
+    assert read_manifest(Path(event.path)).job == squashed
 
 
 async def test_a_coded_version_is_handed_to_engines_as_patches(bench: Bench, tmp_path: Path) -> None:

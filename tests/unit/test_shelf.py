@@ -280,3 +280,94 @@ def test_what_was_deleted_here_can_be_fetched_again() -> None:
     assert shelf.staged == (2,)
     assert shelf.next_pull([2], 0) is None
     assert shelf.next_pull([0], 0) == Pull(1, 0)
+
+
+# ---- squashed deltas ----
+
+CHAIN = [(version, version - 1, 100) for version in range(1, 9)]
+
+
+def with_squashed(*squashed: tuple[int, int, int]) -> VersionShelf:
+    """Versions 1 to 8 of 100 bytes each, and squashed deltas (version, base, bytes)."""
+    shelf = VersionShelf()
+    for version, base, nbytes in CHAIN:
+        shelf.available(version, base, nbytes=nbytes)
+    for version, base, nbytes in squashed:
+        shelf.offered_squashed(version, base, nbytes)
+    return shelf
+
+
+def fetched(shelf: VersionShelf, *held: int) -> list[tuple[int, bool]]:
+    """What is fetched, one after the other, while engines stay where they are."""
+    found = []
+    while (pull := shelf.next_pull(held, 0)) is not None:
+        assert len(found) < 20, "the same is fetched again and again"
+        found.append((pull.version, pull.squashed))
+        base = pull.held if pull.squashed else shelf._bases[pull.version]
+        shelf.arrived(Staged(pull.version, base, f"/v{pull.version}"))
+    return found
+
+
+def plain(*versions: int) -> list[tuple[int, bool]]:
+    return [(version, False) for version in versions]
+
+
+def test_a_late_host_takes_squashed_deltas_where_they_are_fewer_bytes() -> None:
+    assert fetched(with_squashed((4, 0, 250), (8, 4, 250)), 0) == [(4, True), (8, True)]
+    assert fetched(with_squashed((4, 0, 250), (8, 4, 450)), 0) == [(4, True), *plain(5, 6, 7, 8)]
+    assert fetched(with_squashed((4, 0, 450)), 0) == plain(1, 2, 3, 4, 5, 6, 7, 8)
+
+
+def test_a_host_between_two_squashed_deltas_comes_to_the_next_one_by_versions() -> None:
+    assert fetched(with_squashed((4, 0, 250), (8, 4, 250)), 2) == [*plain(3, 4), (8, True)]
+
+
+def test_an_anchor_is_taken_where_it_is_fewer_bytes_than_what_is_squashed() -> None:
+    shelf = with_squashed((7, 0, 650))
+    shelf.available(8, None, anchor=True, nbytes=600)
+    assert fetched(shelf, 0) == plain(8)
+
+
+def test_no_squashed_delta_is_taken_over_the_head_of_another_engine() -> None:
+    """It would need the same version on another base; a version lies on this host once."""
+    shelf = with_squashed((8, 0, 250))
+    assert fetched(shelf, 0, 6) == plain(1, 2, 3, 4, 5, 6, 7, 8)
+    assert fetched(with_squashed((8, 0, 250)), 0, 8) == [(8, True)]
+
+
+def test_an_engine_that_restarts_between_gets_the_version_in_its_own_form() -> None:
+    shelf = with_squashed((8, 0, 250))
+    assert fetched(shelf, 0) == [(8, True)]
+    assert fetched(shelf, 5, 8) == plain(6, 7, 8)
+    assert shelf.next_step(7) == (8, 7, "/v8")
+    assert shelf.next_pull([8, 5], 0) is None
+
+
+def test_where_a_squashed_delta_is_not_to_be_had_versions_are_taken_in_order() -> None:
+    shelf = with_squashed((8, 0, 250))
+    assert shelf.next_pull([0], 0) == Pull(8, 0, squashed=True)
+    shelf.failed(8, 0)
+    assert shelf.next_pull([0], 0) == Pull(1, 0)
+
+
+@pytest.mark.parametrize(("version", "base"), [(9, 0), (4, 4), (4, 5), (4, -1)])
+def test_a_squashed_delta_that_makes_no_sense_is_not_believed(version: int, base: int) -> None:
+    assert fetched(with_squashed((version, base, 1)), 0) == plain(*range(1, 9))
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 8), st.integers(0, 7), st.integers(1, 400)), max_size=6),
+    st.lists(st.integers(0, 8), min_size=1, max_size=3),
+)
+def test_with_any_squashed_deltas_every_engine_arrives(
+    squashed: list[tuple[int, int, int]], held: list[int]
+) -> None:
+    shelf, engines = with_squashed(*squashed), list(held)
+    for _ in range(40):
+        if (pull := shelf.next_pull(engines, 0)) is not None:
+            base = pull.held if pull.squashed else shelf._bases[pull.version]
+            shelf.arrived(Staged(pull.version, base, f"/v{pull.version}"))
+        for number, version in enumerate(engines):
+            if (step := shelf.next_step(version)) is not None:
+                engines[number] = step.version
+    assert engines == [8] * len(held)

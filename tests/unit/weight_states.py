@@ -56,11 +56,13 @@ def stepped(state: State, seed: int, share: float = 0.02) -> dict[str, Bits]:
     return moved
 
 
-def delta(version: int = 1, seed: int = 0) -> tuple[dict[str, Bits], dict[str, Bits], EncodedVersion]:
+def delta(
+    version: int = 1, seed: int = 0, job: JobId = JOB
+) -> tuple[dict[str, Bits], dict[str, Bits], EncodedVersion]:
     """Base, target, and the delta between them."""
     base = model(seed)
     target = stepped(base, seed + version)
-    encoded = encode_version(JOB, WeightVersion(version), WeightVersion(version - 1), base, target)
+    encoded = encode_version(job, WeightVersion(version), WeightVersion(version - 1), base, target)
     return base, target, encoded
 
 

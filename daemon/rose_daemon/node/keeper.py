@@ -30,7 +30,7 @@ from rose.weights.checkpoint import open_checkpoint
 from rose.weights.decoding import Overlay, decode_staged, manifest_digest, patches_path
 from rose.weights.digests import digest_state
 from rose.weights.hostcopy import HostCopy, Undo
-from rose.weights.manifest import Manifest
+from rose.weights.manifest import Manifest, squashed_job
 from rose.weights.relay import Relay
 from rose.weights.store import WeightStore, version_name
 
@@ -306,12 +306,13 @@ class CopyKeeper:
         return Source(copy.checkpoint, copy.version, copy.digests) if self._known else None
 
     async def _relay_confirms(self, copy: HostCopy) -> bool:
-        try:
-            async with asyncio.timeout(_ASK_RELAY_S):
-                committed = await self._relay.manifest(self._job, copy.version)
-        except (TimeoutError, RoseError):
-            return False
-        return manifest_digest(committed.manifest) == copy.origin
+        for job in (self._job, squashed_job(self._job)):
+            with contextlib.suppress(TimeoutError, RoseError):
+                async with asyncio.timeout(_ASK_RELAY_S):
+                    committed = await self._relay.manifest(job, copy.version)
+                if manifest_digest(committed.manifest) == copy.origin:
+                    return True
+        return False
 
 
 def _digests_of(checkpoint: Path) -> dict[str, str] | None:

@@ -10,7 +10,7 @@ them.  They are used once the relay names the same manifest, at the price of rea
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import msgspec
@@ -31,8 +31,8 @@ from rose.core.shelf import Staged
 from rose.errors import CorruptDelta, RoseError, WrongBase
 from rose.units import NS_PER_MS, WeightVersion
 from rose.weights import container, receiver
-from rose.weights.manifest import VERSION_MAX
-from rose.weights.relay import Relay
+from rose.weights.manifest import VERSION_MAX, squashed_job
+from rose.weights.relay import Relay, VersionStat
 from rose.weights.store import WeightStore
 from rose_daemon.node.engines import Engines
 from rose_daemon.node.keeper import CopyKeeper
@@ -69,6 +69,7 @@ class WeightAgent:
         self._emit = emit
         self._clock_ns = clock_ns
         self._keeper = keeper
+        self._squashed: list[VersionAvailable] = []
         self.history = UpdateHistory()
         self.relay_error = ""
         """Why the relay could not be asked last time; empty while it answers."""
@@ -81,6 +82,7 @@ class WeightAgent:
             try:
                 newest = await self._relay.latest(self._job, known, _POLL_WAIT_S)
                 committed = () if newest is None else (await self._relay.stat(self._job)).committed
+                squashed = () if newest is None else (await self._relay.stat(squashed_job(self._job))).committed
             except RoseError as error:
                 if not self.relay_error:
                     log.warning("relay cannot be asked", code="relay_unavailable", error=str(error))
@@ -92,15 +94,33 @@ class WeightAgent:
             for each in committed:
                 if each.version > known:
                     base = each.base_version
-                    self._emit(VersionAvailable(self._job, each.version, base, anchor=base is None))
+                    self._emit(
+                        VersionAvailable(
+                            self._job, each.version, base, anchor=base is None, nbytes=each.bytes
+                        )
+                    )
+            if newest is not None:
+                self._tell_squashed(squashed)
             known = max(known, newest or known, *(each.version for each in committed))
+
+    def _tell_squashed(self, committed: Iterable[VersionStat]) -> None:
+        """Report squashed deltas that were not there last time."""
+        found = [
+            VersionAvailable(self._job, each.version, each.base_version, nbytes=each.bytes, squashed=True)
+            for each in committed
+        ]
+        for event in found:
+            if event not in self._squashed:
+                self._emit(event)
+        self._squashed = found
 
     async def pull(self, order: PullVersion) -> None:
         """Stage a version; VersionStaged or VersionStageFailed follows."""
         try:
             directory = self._store.destination(order.job, order.version)
+            job = squashed_job(order.job) if order.squashed else order.job
             path = await receiver.pull(
-                self._relay, order.job, order.version, directory, timeout_s=self._timeout_s
+                self._relay, job, order.version, directory, timeout_s=self._timeout_s
             )
             patches = await self._keeper.decode(path)
             manifest = await asyncio.to_thread(container.read_manifest, patches)
