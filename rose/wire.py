@@ -71,6 +71,8 @@ class Unregistered(Message, frozen=True):
     """The scheduler does not know this session (it restarted): register again."""
 
     session: str
+    replaced: bool = False
+    """Another daemon of this name took its place: it is to keep away, or they would oust each other for ever."""
 
 
 class Step(Message, frozen=True):

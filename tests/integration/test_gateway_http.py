@@ -309,6 +309,7 @@ async def test_a_daemon_that_another_of_its_name_replaced_is_not_welcome(tmp_pat
             welcomes = len(made.node.got(wire.Welcome))
             await until(lambda: len(made.node.got(wire.Unregistered)) >= 5)
             assert len(made.node.got(wire.Welcome)) == welcomes
+            assert all(each.replaced for each in made.node.got(wire.Unregistered))
             assert second.got(wire.Unregistered) == []
         finally:
             await second.stop()

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 import pytest
 import zmq
 import zmq.asyncio
+from rose_daemon.node import link as link_module
 from rose_daemon.node.engines import free_port
 from rose_daemon.node.link import SchedulerLink
 
@@ -163,8 +164,34 @@ async def test_a_silent_scheduler_counts_as_lost_until_it_answers_again(port: in
     scheduler.close()
 
 
+async def test_a_daemon_that_another_of_its_name_replaced_keeps_away(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a new session it would oust the other one, which would do the same, and turns would never end."""
+    monkeypatch.setattr(link_module, "_REPLACED_S", 0.1)
+    scheduler = Scheduler(port)
+    async with node(port) as made:
+        first = await scheduler.welcome()
+        await made.event(SchedulerConnected(first.session))
+        await scheduler.send(wire.Unregistered(first.session, replaced=True))
+        for _ in range(3):
+            while not isinstance(again := await scheduler.receive(), wire.Register):
+                pass
+            assert again.session == first.session
+            await scheduler.send(wire.Unregistered(again.session, replaced=True))
+        assert made.link.replaced
+        assert not made.link.registered
+        assert made.events.count(SchedulerLost()) == 1
+        while not isinstance(again := await scheduler.receive(), wire.Register):
+            pass
+        await scheduler.send(wire.Welcome(again.session, "scheduler-1"))  # the other one is gone
+        await until(lambda: made.link.registered)
+        assert not made.link.replaced
+    scheduler.close()
+
+
 async def test_a_session_that_is_over_is_not_asked_for_again(port: int) -> None:
-    """Another daemon took this node's place while it heard nothing."""
+    """The scheduler forgot this node while it heard nothing."""
     scheduler = Scheduler(port)
     async with node(port) as made:
         first = await scheduler.receive()

@@ -269,6 +269,22 @@ async def test_every_version_is_reported_once_whatever_the_relay_does(bench: Ben
     await asyncio.gather(watching, return_exceptions=True)
 
 
+async def test_a_job_id_that_is_used_anew_is_noticed(bench: Bench) -> None:
+    """Versions only grow: what another run of the job publishes could follow nothing that is here."""
+    for version in range(1, 4):
+        bench.relay.publish(delta(version)[2])
+    watching = asyncio.create_task(bench.agent.watch())
+    await until(lambda: len(bench.events) == 3)
+    bench.relay.restart()
+    bench.relay.publish(delta(1, seed=7)[2])
+    await until(lambda: "began anew" in bench.agent.relay_error)
+    for version in range(2, 4):
+        bench.relay.publish(delta(version)[2])
+    await until(lambda: not bench.agent.relay_error)
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)
+
+
 async def test_a_squashed_delta_is_reported_and_fetched_under_its_own_name(bench: Bench) -> None:
     squashed = squashed_job(JOB)
     bench.relay.publish(ENCODED)

@@ -36,6 +36,8 @@ from rose.units import NS_PER_MS, NS_PER_S, ReplicaId
 from rose_daemon.curve import require_private, secure_node
 
 _BACKOFF_S = (0.25, 2.0)
+_REPLACED_S = 30.0
+"""Pause before the scheduler is asked again whether another daemon still has our name."""
 """First and longest wait between two registrations."""
 _QUEUE_MAX = 16
 _RECONNECT_MS = (100, 2000)
@@ -73,6 +75,8 @@ class SchedulerLink:
         self._heard_ns = 0
         self._sequence = 0
         self.registered = False
+        self.replaced = False
+        """Another daemon goes by our node id, and came later."""
         self.turns_in_flight: dict[ReplicaId, int] = {}
         """Per replica, as the scheduler last said."""
         self.leases: dict[ReplicaId, wire.Lease] = {}
@@ -104,7 +108,7 @@ class SchedulerLink:
                 await self._beat()
             else:
                 await self._register()
-                await self._pause(backoff_s)
+                await self._pause(_REPLACED_S if self.replaced else backoff_s)
                 backoff_s = min(2 * backoff_s, _BACKOFF_S[1])
 
     async def close(self) -> None:
@@ -188,7 +192,7 @@ class SchedulerLink:
             case wire.Welcome(session=session):
                 if session == self._session:
                     self._heard_ns = now_ns
-                    self._session_over = False
+                    self._session_over = self.replaced = False
                     if not self.registered:
                         self.registered = True
                         self._now_wanted.set()
@@ -196,8 +200,11 @@ class SchedulerLink:
             case wire.HeartbeatAck(turns_in_flight=turns):
                 self._heard_ns = now_ns
                 self.turns_in_flight = dict(turns)
-            case wire.Unregistered(session=session):
+            case wire.Unregistered(session=session, replaced=replaced):
                 if session != self._session:
+                    return
+                if replaced:
+                    self._stand_back()
                     return
                 self._session_over = True  # unless a welcome follows, to a registration sent meanwhile
                 if self.registered:
@@ -213,6 +220,16 @@ class SchedulerLink:
                 else:
                     self.leases.pop(replica, None)
                 self._emit(LeaseChanged(replica, granted))
+
+    def _stand_back(self) -> None:
+        """Another daemon took our place: the session stays what it is, so that asking again takes nothing back."""
+        if self.replaced:
+            return
+        self.replaced = True
+        text = f"another daemon goes by the name of node {self._node}: turns go to that one"
+        log.error(text, code="node_id_taken")
+        if self.registered:
+            self._lose("node_id_taken")
 
     def _lose(self, code: str) -> None:
         silent_s = (self._clock_ns() - self._heard_ns) / NS_PER_S

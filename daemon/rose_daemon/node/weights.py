@@ -10,7 +10,7 @@ them.  They are used once the relay names the same manifest, at the price of rea
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -81,7 +81,7 @@ class WeightAgent:
         while True:
             try:
                 newest = await self._relay.latest(self._job, known, _POLL_WAIT_S)
-                committed = () if newest is None else (await self._relay.stat(self._job)).committed
+                committed = (await self._relay.stat(self._job)).committed
                 squashed = () if newest is None else (await self._relay.stat(squashed_job(self._job))).committed
             except RoseError as error:
                 if not self.relay_error:
@@ -90,7 +90,7 @@ class WeightAgent:
                 await asyncio.sleep(backoff_s)
                 backoff_s = min(2 * backoff_s, _BACKOFF_S[1])
                 continue
-            self.relay_error, backoff_s = "", _BACKOFF_S[0]
+            self.relay_error, backoff_s = self._behind(committed, known), _BACKOFF_S[0]
             for each in committed:
                 if each.version > known:
                     base = each.base_version
@@ -102,6 +102,21 @@ class WeightAgent:
             if newest is not None:
                 self._tell_squashed(squashed)
             known = max(known, newest or known, *(each.version for each in committed))
+
+    def _behind(self, committed: Sequence[VersionStat], known: WeightVersion) -> str:
+        """What is wrong where the relay has older versions only than it had before; empty otherwise.
+
+        A trainer that begins anew under the same job id does that: its versions can follow nothing here.
+        """
+        if not committed or committed[-1].version >= known:
+            return ""
+        text = (
+            f"the newest version of {self._job} at the relay is {committed[-1].version}, it was {known}: if the "
+            "trainer began anew under the same job id, restart rosed to follow it"
+        )
+        if text != self.relay_error:
+            log.error(text, code="job_id_reused")
+        return text
 
     def _tell_squashed(self, committed: Iterable[VersionStat]) -> None:
         """Report squashed deltas that were not there last time."""

@@ -144,7 +144,7 @@ class NodeLink:
                 self._register(identity, message)
             case Heartbeat(node=node, session=session):
                 if not self._machine.knows(node, session):
-                    self._reply(identity, Unregistered(session))
+                    self._reply(identity, Unregistered(session, self._machine.replaced(node, session)))
                     return
                 self._peers[node] = identity
                 self._feed(NodeHeartbeat(node, session, message.sequence, message.replicas))
@@ -162,7 +162,7 @@ class NodeLink:
             return
         if self._machine.replaced(message.node, message.session):
             self._complain(identity, "node_replaced", f"another daemon is node {message.node} by now")
-            self._reply(identity, Unregistered(message.session))
+            self._reply(identity, Unregistered(message.session, replaced=True))
             return
         # The welcome goes first: it tells the node which session the messages after it belong to.
         self._peers[message.node] = identity
