@@ -72,7 +72,7 @@ class Unregistered(Message, frozen=True):
 
     session: str
     replaced: bool = False
-    """Another daemon of this name took its place: it is to keep away, or they would oust each other for ever."""
+    """Another daemon of this name took its place: keep away, or they would oust each other for ever."""
 
 
 class Step(Message, frozen=True):

@@ -57,8 +57,8 @@ class PullVersion(Effect, frozen=True):
     """Pull a version's files from the relay into the host store.
 
     `base_version` is what the engines hold by then: only a delta on it, or an anchor, is of use to them.
-    `squashed`: fetch the one delta on it that the trainer offers beside the version.  Answer VersionStaged with
-    the base that the manifest names, or VersionStageFailed.
+    `squashed`: fetch the one delta on it that the trainer offers beside the version.  Answer VersionStaged
+    with the base that the manifest names, or VersionStageFailed.
     """
 
     job: JobId

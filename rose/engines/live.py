@@ -31,7 +31,6 @@ from rose.weights.digests import digest, fingerprint
 from rose.weights.manifest import Manifest, Parameter, tied_names
 from rose.weights.patches import Patch, digest_patched
 
-
 RANKS_DIFFER = "ranks_differ"
 """In place of a digest: ranks hold different bytes of the same part."""
 

@@ -125,6 +125,8 @@ class Publisher:
         self._base_version = base_version
         self._kept: dict[WeightVersion, EncodedVersion] = {}
         self._unsettled: EncodedVersion | None = None
+        self._newest_there = _CHECKPOINT
+        """The relay's newest version, as of the latest `heal`."""
         self._making_room = threading.Lock()
         self._epoch: str | None = None
         squash_every = options.get("squash_every")
@@ -201,6 +203,11 @@ class Publisher:
                 f"version {version} cannot follow version {self._version} of {self._job}",
                 "versions of a job only grow",
             )
+        if version < self._newest_there:
+            raise VersionConflict(
+                f"the relay has version {self._newest_there} of {self._job}: nobody would take {version}",
+                "Publisher.resume goes on from there; a new run needs a job id of its own",
+            )
         encode_ms, (encoded, digests) = _timed_ms(lambda: self._encode(version, target))
         verify_ms, patches = _timed_ms(lambda: self._decode_again(encoded))
         self._unsettled = encoded
@@ -215,6 +222,7 @@ class Publisher:
         """
         stat = self._relay.stat(self._job)
         self._settle(stat.versions)
+        self._newest_there = max(stat.versions, default=_CHECKPOINT)
         lost: tuple[WeightVersion, ...] = ()
         if stat.epoch != self._epoch:
             lost = tuple(version for version in sorted(self._kept) if version not in stat.versions)

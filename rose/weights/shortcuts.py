@@ -22,6 +22,7 @@ from rose.weights.manifest import Manifest, squashed_job
 from rose.weights.relay import RelayFull
 from rose.weights.relay.blocking import BlockingRelay
 
+
 class Shortcuts:
     """Offers, for every version divisible by `every`, a delta on the last such version (or the first state).
 

@@ -79,9 +79,7 @@ class Applier:
         if refusal := self._stage(await request.json()):
             return refusal
         ms = {"stage": self._staged.stage_ms}
-        return web.json_response(
-            {"version": self._staged.version, "changed": self._staged.changed, "ms": ms}
-        )
+        return web.json_response({"version": self._staged.version, "changed": self._staged.changed, "ms": ms})
 
     async def apply(self, _: web.Request) -> web.Response:
         return web.json_response(self._apply())

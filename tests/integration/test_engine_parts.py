@@ -161,9 +161,7 @@ def test_what_was_applied_can_be_taken_back_until_it_is_settled(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("when", ["in the middle", "afterwards"])
-def test_an_undo_that_fails_is_no_version(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
-) -> None:
+def test_an_undo_that_fails_is_no_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
     """Nothing is held that could be named, and no later version may be put on top of it."""
     from rose.engines import live as module  # noqa: PLC0415
 

@@ -25,6 +25,7 @@ from rose.cli.control import ask
 from rose.errors import Exit, RoseError
 from rose.units import JobId, WeightVersion
 
+
 @pytest.fixture
 def site(tmp_path: Path) -> Iterator[Site]:
     made = Site(tmp_path)

@@ -90,7 +90,9 @@ class Site(Host):
         self.relay: subprocess.Popen[bytes] | None = None
         self.start_relay()
         self.relay_config = RelayConfig(url=f"http://127.0.0.1:{self.relay_port}")
-        self.publisher = Publisher.connect(self.relay_config, JOB, self.states[0], keep=keep, squash_every=squash_every)
+        self.publisher = Publisher.connect(
+            self.relay_config, JOB, self.states[0], keep=keep, squash_every=squash_every
+        )
 
     def start_relay(self) -> None:
         command = [sys.executable, "-m", "rose.cli.main", "relay", "--config", str(self.config)]

@@ -153,8 +153,11 @@ async def test_one_rank_that_fails_takes_the_others_back(core: Core, client: htt
 
 @pytest.mark.parametrize(
     ("apply", "undo"),
-    [([APPLIED, MIXED], [{"version_held": 0}, MIXED]), ([APPLIED, FAILED], [MIXED, {"version_held": 0}])]
-    + [([APPLIED, FAILED], [{"version_held": 0}, {"version_held": 7}])],
+    [
+        ([APPLIED, MIXED], [{"version_held": 0}, MIXED]),
+        ([APPLIED, FAILED], [MIXED, {"version_held": 0}]),
+        ([APPLIED, FAILED], [{"version_held": 0}, {"version_held": 7}]),
+    ],
 )
 async def test_ranks_that_cannot_all_be_taken_back_stay_paused(
     core: Core, client: httpx.AsyncClient, apply: list[Any], undo: list[Any]

@@ -236,9 +236,7 @@ def test_ranks_name_whole_parameters_and_hold_boxes_of_them(model: str) -> None:
 
 
 @pytest.mark.parametrize("anchor", [False, True])
-def test_an_update_of_all_ranks_is_the_trainers_whole_state(
-    tmp_path: Path, model: str, anchor: bool
-) -> None:
+def test_an_update_of_all_ranks_is_the_trainers_whole_state(tmp_path: Path, model: str, anchor: bool) -> None:
     before, after = first_state(model), stepped(first_state(model))
     fleet = Fleet(before, model)
     assert fleet.digests() == digest_state(before)

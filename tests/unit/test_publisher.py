@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import Callable, Iterator
 
@@ -386,3 +387,15 @@ def test_settings_that_make_no_sense_are_refused(relay: MemoryRelay, settings: d
     with pytest.raises(ValueError, match="at least 1"):
         Publisher(blocking, JOB, BASE, **settings)  # type: ignore[arg-type]
     blocking.close()
+
+
+def test_a_new_run_under_an_old_job_id_is_refused() -> None:
+    """Hosts take versions that are newer than what they hold: they would never look at it."""
+    relay = MemoryRelay()
+    with Publisher(BlockingRelay(relay), JOB, model()) as first:
+        for version in (1, 2, 3):
+            first.publish(WeightVersion(version), stepped(model(), version))
+    with Publisher(BlockingRelay(relay), JOB, model()) as second:
+        with pytest.raises(VersionConflict, match="the relay has version 3"):
+            second.publish(WeightVersion(2), stepped(model(), 9))
+        assert [each.version for each in asyncio.run(relay.stat(JOB)).committed] == [1, 2, 3]

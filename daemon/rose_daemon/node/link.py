@@ -222,7 +222,7 @@ class SchedulerLink:
                 self._emit(LeaseChanged(replica, granted))
 
     def _stand_back(self) -> None:
-        """Another daemon took our place: the session stays what it is, so that asking again takes nothing back."""
+        """Another daemon took our place: our session stays, as asking again with it takes nothing back."""
         if self.replaced:
             return
         self.replaced = True

@@ -85,8 +85,10 @@ class UpdateRounds:
             return Outcome(ENGINE_GONE)
         manifest = await asyncio.to_thread(container.read_manifest, Path(order.path))
         member = _Member(engine.client, order, manifest, self._timeout_s)
-        if not order.together:
-            return await self._alone(member)
+        return await (self._in_step(member, together) if order.together else self._alone(member))
+
+    async def _in_step(self, member: _Member, together: Round) -> Outcome:
+        order = member.order
         staged = await self._unless_there(order.version, member.stage)
         if staged is None:
             # By an earlier update whose answer was lost.  The others follow, or come back to it.
@@ -193,9 +195,7 @@ class _Member(NamedTuple):
 
     async def apply(self) -> UpdateAnswer:
         abort = self.order.abort_in_flight
-        return await self.client.apply(
-            self.order.version, abort_in_flight=abort, timeout_s=self.timeout_s
-        )
+        return await self.client.apply(self.order.version, abort_in_flight=abort, timeout_s=self.timeout_s)
 
     async def settle(self) -> None:
         await self.client.settle(timeout_s=self.timeout_s)

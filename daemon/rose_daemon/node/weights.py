@@ -82,7 +82,9 @@ class WeightAgent:
             try:
                 newest = await self._relay.latest(self._job, known, _POLL_WAIT_S)
                 committed = (await self._relay.stat(self._job)).committed
-                squashed = () if newest is None else (await self._relay.stat(squashed_job(self._job))).committed
+                squashed = (
+                    () if newest is None else (await self._relay.stat(squashed_job(self._job))).committed
+                )
             except RoseError as error:
                 if not self.relay_error:
                     log.warning("relay cannot be asked", code="relay_unavailable", error=str(error))
@@ -111,11 +113,11 @@ class WeightAgent:
         if not committed or committed[-1].version >= known:
             return ""
         text = (
-            f"the newest version of {self._job} at the relay is {committed[-1].version}, it was {known}: if the "
-            "trainer began anew under the same job id, restart rosed to follow it"
+            f"the newest version of {self._job} at the relay is {committed[-1].version}, it was {known}: "
+            "if the trainer began anew under the same job id, restart rosed to follow it"
         )
         if text != self.relay_error:
-            log.error(text, code="job_id_reused")
+            log.warning(text, code="job_id_reused")
         return text
 
     def _tell_squashed(self, committed: Iterable[VersionStat]) -> None:
@@ -134,9 +136,7 @@ class WeightAgent:
         try:
             directory = self._store.destination(order.job, order.version)
             job = squashed_job(order.job) if order.squashed else order.job
-            path = await receiver.pull(
-                self._relay, job, order.version, directory, timeout_s=self._timeout_s
-            )
+            path = await receiver.pull(self._relay, job, order.version, directory, timeout_s=self._timeout_s)
             patches = await self._keeper.decode(path)
             manifest = await asyncio.to_thread(container.read_manifest, patches)
         except CorruptDelta as error:
