@@ -118,7 +118,10 @@ class VersionShelf:
         self._no_longer_pulling(staged.version)
         if staged.version <= 0 or (staged.base is not None and staged.base >= staged.version):
             return False
-        self.available(staged.version, staged.base, anchor=staged.base is None)
+        shortcut = self._squashed.get(staged.version)
+        if shortcut is None or shortcut[0] != staged.base or staged.version not in self._bases:
+            nbytes = self._bytes.get(staged.version, 0)
+            self.available(staged.version, staged.base, anchor=staged.base is None, nbytes=nbytes)
         self._retries.pop(staged.version, None)
         if staged.version in self._available:
             self._drop(staged.version)  # an older copy may have had another base

@@ -17,6 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 
@@ -90,7 +91,8 @@ class LiveWeights:
         found = live_parameters(model, rank=self._ranks.index, ranks=self._ranks.size)
         self.parameters = {parameter.name: parameter for parameter in found}
         held = {name: parameter.box for name, parameter in self.parameters.items()}
-        self._held: list[Mapping[str, Box]] = self._ranks.agree(held)
+        told = self._ranks.agree(msgspec.json.encode(held))
+        self._held = [msgspec.json.decode(each, type=dict[str, Box]) for each in told]
         self.version = version
         """Of what the parameters hold: at first what was loaded, 0 unless it is the host's copy."""
         self._fingerprint = fingerprint((p.name, p.dtype, p.shape) for p in self.parameters.values())
@@ -180,9 +182,12 @@ class LiveWeights:
 
     def _raise_agreed(self, fault: RoseError | None) -> None:
         """Raise the first rank's fault, on every rank."""
-        for each in self._ranks.agree(fault):
-            if each is not None:
-                raise each
+        code = "corrupt_delta" if isinstance(fault, CorruptDelta) else "wrong_base"
+        mine = None if fault is None else (code, fault.what)
+        for each in self._ranks.agree(msgspec.json.encode(mine)):
+            found = msgspec.json.decode(each, type=tuple[str, str] | None)
+            if found is not None:
+                raise (CorruptDelta if found[0] == "corrupt_delta" else WrongBase)(found[1])
 
     # ---- apply ----------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed
@@ -23,8 +23,8 @@ class Ranks(Protocol):
     index: int
     size: int
 
-    def agree(self, mine: Any) -> list[Any]:
-        """What every rank gave (anything small that can be pickled), in order of rank."""
+    def agree(self, mine: bytes) -> list[bytes]:
+        """What every rank gave, in order of rank; at least one byte."""
         ...
 
     def gather(self, part: torch.Tensor, sizes: Sequence[int], owner: int) -> list[torch.Tensor]:
@@ -38,7 +38,7 @@ class OneRank:
     index = 0
     size = 1
 
-    def agree(self, mine: Any) -> list[Any]:
+    def agree(self, mine: bytes) -> list[bytes]:
         """What it gave itself."""
         return [mine]
 
@@ -60,11 +60,16 @@ class TorchRanks:
         self.index = torch.distributed.get_rank(self._group)
         self.size = torch.distributed.get_world_size(self._group)
 
-    def agree(self, mine: Any) -> list[Any]:
-        """As Ranks."""
-        answers: list[Any] = [None] * self.size
-        torch.distributed.all_gather_object(answers, mine, group=self._group)
-        return answers
+    def agree(self, mine: bytes) -> list[bytes]:
+        """As Ranks.  Not by torch's exchange of objects, which runs what comes as code."""
+        sizes = [torch.empty(1, dtype=torch.int64) for _ in range(self.size)]
+        torch.distributed.all_gather(sizes, torch.tensor([len(mine)]), group=self._group)
+        longest = max(int(size) for size in sizes)
+        padded = torch.frombuffer(bytearray(mine.ljust(longest, b"\0")), dtype=torch.uint8)
+        answers = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
+        torch.distributed.all_gather(answers, padded, group=self._group)
+        pairs = zip(answers, sizes, strict=True)
+        return [answer.numpy().tobytes()[: int(size)] for answer, size in pairs]
 
     def gather(self, part: torch.Tensor, sizes: Sequence[int], owner: int) -> list[torch.Tensor]:
         """As Ranks.  Gloo's own gather wants parts of one size."""

@@ -25,6 +25,8 @@ class Core:
         self.calls: list[str] = []
         self.fail = ""
         self.hold = ""
+        self.ranks: dict[str, list[Any]] = {}
+        """Answers of several ranks to one method, in place of the usual one."""
         self.reached = asyncio.Event()
         self.go_on = asyncio.Event()
         self.stagings = 0

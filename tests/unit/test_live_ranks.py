@@ -50,7 +50,7 @@ class ThreadRanks:
     def __init__(self, meeting: Meeting, index: int) -> None:
         self.meeting, self.index, self.size = meeting, index, len(meeting.said)
 
-    def agree(self, mine: Any) -> list[Any]:
+    def agree(self, mine: bytes) -> list[bytes]:
         self.meeting.said[self.index] = mine
         self.meeting.barrier.wait()
         said = list(self.meeting.said)

@@ -511,8 +511,10 @@ def test_replicas_on_one_version_go_to_the_next_together_or_not_at_all() -> None
     bench = up()
     bench(staged(1, 0))
     assert {effect.together for effect in bench.all(ApplyVersion)} == {(OPP, DED)}
-    bench(WeightsRefused(OPP, WeightVersion(1), WeightVersion(0), "corrupt_delta"))
-    bench(WeightsRefused(DED, WeightVersion(1), WeightVersion(0), "another cannot", held_back=True))
+    bench(
+        WeightsRefused(OPP, WeightVersion(1), WeightVersion(0), "corrupt_delta"),
+        WeightsRefused(DED, WeightVersion(1), WeightVersion(0), "another cannot", held_back=True),
+    )
     assert bench.said() == ["weights_refused", "weights_held_back"]
     assert bench.replica(DED).state == "ready", "it was held back by no fault of its own"
     assert not bench.all(ApplyVersion), "it waits for the one that has to wait before it is asked again"
