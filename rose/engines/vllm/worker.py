@@ -32,6 +32,8 @@ class RoseWorkerMixin:
     vllm_config: Any
     _rose_allocation: ArenaAllocation | None = None
     _rose_kv: KvHolder | None = None
+    _rose_rank = 0
+    _rose_ranks = 1
 
     def __init__(self, vllm_config: Any, local_rank: int, *args: Any, **kwargs: Any) -> None:
         self._rose_ranks = vllm_config.parallel_config.tensor_parallel_size
