@@ -17,13 +17,13 @@ from typing import Any, Literal
 
 import msgspec
 
+from rose.config_environ import readable, with_environment
 from rose.config_rules import check
 from rose.errors import ConfigError
 from rose.units import JobId, NodeId, ReplicaId
 
 SCHEMA = 1
 CONFIG_NAME = "rose.toml"
-_ENV_PREFIX = "ROSE_"
 
 
 class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -237,6 +237,9 @@ class SchedulerConfig(_Section, frozen=True):
     """Largest request body the gateway reads."""
     token_file: str = ""
     """Token that clients must send; empty means none is asked for (loopback only)."""
+    tokens_dir: str = ""
+    """Directory of tokens that clients may send, by scope: NAME.read, NAME.submit, NAME.admin
+    (`rose token`)."""
     workers: tuple[str, ...] = ()
     """URLs of vLLM or SGLang servers that ROSE does not manage, used as dedicated replicas."""
 
@@ -258,6 +261,9 @@ class RelayConfig(_Section, frozen=True):
     refuses new versions, it never drops committed ones."""
     token_file: str = ""
     """Token that trainers and nodes must send; empty means none is asked for (loopback only)."""
+    tokens_dir: str = ""
+    """Directory of tokens that `rose relay` accepts, by scope: NAME.read, NAME.submit, NAME.admin
+    (`rose token`)."""
     stage_ttl_s: float = 600
     """A version that was begun and not committed by then is dropped."""
     tls_cert: str = ""
@@ -370,12 +376,12 @@ def load(path: Path | None = None, environ: Mapping[str, str] = os.environ) -> C
 
 def build(document: dict[str, Any], source: str, environ: Mapping[str, str] | None = None) -> Config:
     """Check a parsed document; `source` names it in errors.  Raises ConfigError."""
-    merged = _with_environment(document, environ or {})
+    merged = with_environment(document, environ or {}, _DEFAULTS)
     try:
         config = msgspec.convert(merged, Config, strict=True)
     except msgspec.ValidationError as error:
         raise ConfigError(
-            f"{source}: {_readable(str(error))}", "`rose init --stdout` prints every key"
+            f"{source}: {readable(str(error))}", "`rose init --stdout` prints every key"
         ) from None
     if config.schema != SCHEMA:
         hint = f"this release reads schema {SCHEMA}"
@@ -389,49 +395,3 @@ def _find(environ: Mapping[str, str]) -> Path:
         return Path(named)
     here = Path(CONFIG_NAME)
     return here if here.exists() else Path("/etc/rose") / CONFIG_NAME
-
-
-def _with_environment(document: dict[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
-    merged = {key: dict(value) if isinstance(value, dict) else value for key, value in document.items()}
-    for name in sorted(environ):
-        if not name.startswith(_ENV_PREFIX):
-            continue
-        if "__" not in name:
-            _refuse_near_miss(name)
-            continue
-        section, _, key = name[len(_ENV_PREFIX) :].lower().partition("__")
-        if section not in Config.__struct_fields__ or section in ("schema", "replicas"):
-            raise ConfigError(f"{name}: `{section}` cannot be set from the environment", "unset it")
-        part = merged.setdefault(section, {})
-        if not isinstance(part, dict):
-            raise ConfigError(f"{section}: expected a table, [{section}]")
-        part[key] = _value(environ[name], getattr(getattr(_DEFAULTS, section), key, None))
-    return merged
-
-
-def _refuse_near_miss(name: str) -> None:
-    """Raise ConfigError for ROSE_NODE_TICK_MS, which would be ignored where ROSE_NODE__TICK_MS was meant."""
-    words = name[len(_ENV_PREFIX) :].lower()
-    for section in Config.__struct_fields__:
-        keys = getattr(getattr(_DEFAULTS, section), "__struct_fields__", ())
-        if words.startswith(f"{section}_") and (key := words[len(section) + 1 :]) in keys:
-            meant = f"{_ENV_PREFIX}{section}__{key}".upper()
-            raise ConfigError(f"{name}: no such setting", f"did you mean {meant}?")
-
-
-def _value(text: str, default: Any) -> Any:
-    """An environment value as TOML would read it, or else (or where text is wanted) as it stands."""
-    if isinstance(default, str) and text[:1] not in ("'", '"'):
-        return text
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text
-
-
-def _readable(error: str) -> str:
-    """msgspec says "... - at `$.serving.port`"; put the key first, as an operator reads it."""
-    text, _, where = error.partition(" - at `$.")
-    text = text.replace("Object contains unknown field", "unknown key")
-    text = text.replace("Object missing required field", "missing key")
-    return f"{where.rstrip('`')}: {text}" if where else text

@@ -224,12 +224,12 @@ def _check_addresses(config: Config, refuse: _Refuse) -> None:
     if control.scheme == "tcp" and not is_loopback(control.hostname or "") and not scheduler.curve_dir:
         hint = "set scheduler.curve_dir to keys made by `rose keys`"
         refuse("scheduler.control", f"{control.hostname} is not loopback", hint)
-    if not is_loopback(scheduler.gateway_host) and not scheduler.token_file:
-        refuse(
-            "scheduler.gateway_host", f"{scheduler.gateway_host} is not loopback", "set scheduler.token_file"
-        )
-    if not is_loopback(relay.host) and not (relay.tls_cert and relay.tls_key and relay.token_file):
-        hint = "set relay.tls_cert, relay.tls_key and relay.token_file"
+    if not is_loopback(scheduler.gateway_host) and not (scheduler.token_file or scheduler.tokens_dir):
+        hint = "set scheduler.token_file or scheduler.tokens_dir"
+        refuse("scheduler.gateway_host", f"{scheduler.gateway_host} is not loopback", hint)
+    tokens = relay.token_file or relay.tokens_dir
+    if not is_loopback(relay.host) and not (relay.tls_cert and relay.tls_key and tokens):
+        hint = "set relay.tls_cert, relay.tls_key and relay.token_file or tokens_dir"
         refuse("relay.host", f"{relay.host} is not loopback", hint)
     if not relay.url and relay.host in ("0.0.0.0", "::"):
         refuse("relay.url", f"is needed where relay.host is {relay.host}", "the name in the certificate")

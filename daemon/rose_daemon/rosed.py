@@ -3,6 +3,8 @@
     rosed --config FILE           run until SIGTERM or SIGINT; a second signal kills the engines at once
     rosed --config FILE --check   say whether FILE and this host would do, and exit
 
+SIGHUP reads FILE again: what is in [admission] counts from then on, other keys need a restart.
+
 Exit codes are those of `rose.errors.Exit`.  Whatever is wrong with the configuration or the host is one line
 and a hint, before anything was started.
 """
@@ -14,6 +16,7 @@ import asyncio
 import importlib
 import signal
 import sys
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -21,20 +24,26 @@ import aiohttp
 import structlog
 import uvloop
 
-from rose import __version__
+from rose import __version__, wire
 from rose import config as configuration
+from rose.cli.control import ask
 from rose.config import Config
 from rose.engines.vllm.launch import rollout_command
 from rose.errors import ConfigError, RoseError
 from rose.secret import read_secret
 from rose.weights.relay.connecting import connect
-from rose_daemon import sdnotify
-from rose_daemon.node import logs, preflight
+from rose_daemon.node import preflight
 from rose_daemon.node.control import ControlServer
 from rose_daemon.node.driver import NodeDriver
 from rose_daemon.node.engines import CommandBuilder
 from rose_daemon.node.metrics import MetricsServer, NodeCollector
 from rose_daemon.node.orders import Orders
+from rose_daemon.node.reload import reconfigure
+from rose_daemon.node.statedir import claim
+from rose_daemon.service import logs
+from rose_daemon.service.supervision import announce, on_reload, probe_http
+
+_PROBE_S = 5.0
 
 log = structlog.get_logger("rosed")
 
@@ -42,7 +51,7 @@ log = structlog.get_logger("rosed")
 def main() -> None:
     """Entry point of `rosed`."""
     arguments = _parser().parse_args()
-    logs.configure(arguments.log_level)
+    logs.configure(arguments.log_level, "logfmt")
     try:
         config = configuration.load(arguments.config)
         preflight.check_host(config)
@@ -51,7 +60,8 @@ def main() -> None:
             return
         build = _builder(arguments.engine_builder)
         preflight.prepare_host(config)
-        uvloop.run(serve(preflight.with_ports(config), build))
+        claim(Path(config.node.state_dir))
+        uvloop.run(serve(preflight.with_ports(config), build, lambda: configuration.load(arguments.config)))
     except RoseError as error:
         print(f"rosed: {error.what}", file=sys.stderr)
         if error.hint:
@@ -59,8 +69,8 @@ def main() -> None:
         raise SystemExit(int(error.code)) from None
 
 
-async def serve(config: Config, build: CommandBuilder) -> None:
-    """Run the daemon until a signal.  Raises RoseError when it cannot start."""
+async def serve(config: Config, build: CommandBuilder, load: Callable[[], Config]) -> None:
+    """Run until a signal; `load` reads the settings again.  Raises RoseError when it cannot start."""
     token = read_secret(config.engine_token_file, "node.token_file")
     async with AsyncExitStack() as stack:
         session = await stack.enter_async_context(aiohttp.ClientSession())
@@ -80,9 +90,25 @@ async def serve(config: Config, build: CommandBuilder) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, driver.stop)
         log.info("rosed runs", code="started", node=config.node.id, socket=str(config.control_socket))
-        sdnotify.notify("READY=1")
-        await driver.run()
+        on_reload(lambda: reconfigure(driver, load()))
+        announcing = asyncio.create_task(announce(lambda: _probe(driver)))
+        try:
+            await driver.run()
+        finally:
+            announcing.cancel()
         log.info("rosed ends", code="stopped", node=config.node.id)
+
+
+async def _probe(driver: NodeDriver) -> str:
+    """What does not work yet of this very daemon; "" if all does."""
+    if not driver.ticked.is_set():
+        return "the control loop has not run"
+    try:
+        await asyncio.to_thread(ask, driver.config.control_socket, wire.StatusRequest(), _PROBE_S)
+    except RoseError as error:
+        return error.what
+    port = driver.config.node.metrics_port
+    return await probe_http(f"http://127.0.0.1:{port}/metrics") if port else ""
 
 
 def _parser() -> argparse.ArgumentParser:

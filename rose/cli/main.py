@@ -64,6 +64,9 @@ _SUMMARY = {
     "bench": "Measure: co-serving, memory sharing, weight deltas, the relay, a long link.",
     "profile": "Measure how long the steps of a model take on this host.",
     "mps": "Share the GPU through NVIDIA MPS: serving and rollout at once, instead of in turns.",
+    "install": "Make ROSE's daemons services of this machine.",
+    "uninstall": "Take them away again, and put back what was found.",
+    "token": "Make a token for a user of the gateway or the relay.",
     "sim": "Run or reproduce experiments in the simulator.",
 }
 """One line a command, here so that help need not import the commands."""

@@ -204,6 +204,15 @@ class LeaseChanged(Event, frozen=True):
     leased: bool
 
 
+class PolicyChanged(Event, frozen=True):
+    """The operator changed `[admission]` while rosed runs: the gates' policy from now on."""
+
+    mode: int
+    """A GateMode."""
+    token_cap: int
+    margin_ns: int
+
+
 class PinRequested(Event, frozen=True):
     """The operator holds this host's engines at `version`, or lets them follow new ones again (None).
 
@@ -223,7 +232,7 @@ NodeEvent = (
     | EngineExited | VersionAvailable | VersionStaged | VersionStageFailed | VersionsPruned | UndoReady
     | WeightsApplied | WeightsRefused | SchedulerConnected | SchedulerLost | StepBegan | ReclaimRequested
     | GateOverridden | DrainRequested | PinRequested | ShutdownRequested
-    | ActivityRequested | LeaseChanged
+    | ActivityRequested | LeaseChanged | PolicyChanged
 )  # fmt: skip
 
 

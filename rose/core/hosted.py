@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
 
 from rose.core.dormancy import Dormancy
 from rose.core.effects import ApplyVersion, NodeEffect, PublishGate, Say
-from rose.core.events import ReplicaReport, WeightsRefused
+from rose.core.events import PolicyChanged, ReplicaReport, WeightsRefused
 from rose.core.lifecycle import EngineLife, Phase, ReplicaState
 from rose.core.memory import Cut, MemoryPolicy, MemoryReading, MemoryState
 from rose.core.nodeview import GateView, MemoryView, NodeSettings, ReplicaSettings, ReplicaView, WeightUpdate
@@ -390,3 +392,22 @@ def _known(value: int | Unknown) -> int | None:
 
 def _resident_bytes(reading: ReplicaReading | None) -> int | None:
     return None if reading is None or reading.kv_resident_bytes < 0 else reading.kv_resident_bytes
+
+
+def follow_policy(
+    event: PolicyChanged, settings: NodeSettings, hosted: Iterable[HostedReplica]
+) -> tuple[NodeSettings, list[NodeEffect]]:
+    """Have replicas obey another policy; answers the node's settings from now on, and what to say."""
+    try:
+        mode = GateMode(event.mode)
+    except ValueError:
+        return settings, [Say("warning", "gate_mode_unknown", f"{event.mode} is no gate mode")]
+    changed = msgspec.structs.replace(
+        settings, gate_mode=mode, token_cap=event.token_cap, margin_ns=event.margin_ns
+    )
+    if changed == settings:
+        return settings, []
+    for replica in hosted:
+        replica._node = changed
+    text = f"gate mode {mode.name.lower()}, {event.token_cap} tokens a step at most"
+    return changed, [Say("info", "policy_changed", text)]

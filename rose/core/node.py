@@ -28,6 +28,7 @@ from rose.core.events import (
     MemoryObserved,
     NodeEvent,
     PinRequested,
+    PolicyChanged,
     ReclaimRequested,
     ReplicaObserved,
     ReplicaReport,
@@ -45,7 +46,7 @@ from rose.core.events import (
     WeightsApplied,
     WeightsRefused,
 )
-from rose.core.hosted import HostedReplica
+from rose.core.hosted import HostedReplica, follow_policy
 from rose.core.invariants import check_effects, check_node, snapshot
 from rose.core.lifecycle import Phase, ReplicaState
 from rose.core.lockstep import next_updates
@@ -121,8 +122,8 @@ class NodeMachine:
                 | LeaseChanged()
             ):
                 effects = self._order(event)
-            case ShutdownRequested():
-                effects = self._shut_down()
+            case PolicyChanged() | ShutdownRequested():
+                effects = self._everywhere(event)
             case _:
                 assert_never(event)
         return effects
@@ -255,14 +256,8 @@ class NodeMachine:
                 lost, self._scheduler_session = self._scheduler_session, None
                 if lost is None:
                     return []
-                return [
-                    Say(
-                        "warning",
-                        "scheduler_lost",
-                        "the scheduler is silent; replicas stay as they are",
-                        lost,
-                    )
-                ]
+                text = "the scheduler is silent; replicas stay as they are"
+                return [Say("warning", "scheduler_lost", text, lost)]
             case _:
                 assert_never(event)
 
@@ -317,9 +312,12 @@ class NodeMachine:
             if other.memory and other is not hosted and other.settings.device == hosted.settings.device
         )
 
-    def _shut_down(self) -> list[NodeEffect]:
-        self._shutting_down = True
+    def _everywhere(self, event: PolicyChanged | ShutdownRequested) -> list[NodeEffect]:
         effects: list[NodeEffect] = []
+        if isinstance(event, PolicyChanged):
+            self.settings, effects = follow_policy(event, self.settings, self.replicas.values())
+            return effects
+        self._shutting_down = True
         for hosted in self.replicas.values():
             effects += hosted.retire(self._now_ns)
         return effects

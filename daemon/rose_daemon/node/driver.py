@@ -68,6 +68,7 @@ from rose_daemon.node.settings import node_settings, stop_grace_ns
 from rose_daemon.node.sharing import SharedMemory
 from rose_daemon.node.status import Surroundings, status_body, supervisor_line
 from rose_daemon.node.weights import WeightAgent
+from rose_daemon.service.supervision import Heartbeat
 from rose_daemon.telemetry.engine_metrics import Averages
 from rose_daemon.telemetry.serving import MetricsWatch, probe
 
@@ -138,6 +139,8 @@ class NodeDriver:
         self._stopping = asyncio.Event()
         self._failure: BaseException | None = None
         self._errands: set[asyncio.Task[None]] = set()
+        self.ticked = asyncio.Event()
+        """The control loop has gone round once: boards were read, gates were written."""
         self._started_at = datetime.now(UTC)
         self._started_ns = time.monotonic_ns()
 
@@ -295,9 +298,9 @@ class NodeDriver:
 
     async def _tick(self) -> None:
         period_s = self.config.node.tick_ms / 1000
-        watchdog_s = sdnotify.watchdog_period_s()
+        heartbeat = Heartbeat()
         loop = asyncio.get_running_loop()
-        next_s = watchdog_at_s = loop.time()
+        next_s = loop.time()
         while True:
             now_ns = time.monotonic_ns()
             self._observe_boards(now_ns)
@@ -305,9 +308,8 @@ class NodeDriver:
             self.gates.renew(time.monotonic_ns())
             self._journal.flush()
             self._fetch_transitions()
-            if watchdog_s is not None and loop.time() >= watchdog_at_s:
-                sdnotify.notify("WATCHDOG=1")
-                watchdog_at_s = loop.time() + watchdog_s
+            heartbeat.beat()
+            self.ticked.set()
             # A late tick is not made up for: the next one comes a full period later.
             next_s = max(next_s + period_s, loop.time())
             await asyncio.sleep(next_s - loop.time())

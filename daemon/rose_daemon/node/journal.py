@@ -5,14 +5,17 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
 import msgspec
+import structlog
 
 from rose.core.effects import NodeEffect
 from rose.core.events import NodeEvent
 from rose.core.readings import GateReason, GateTransition
 from rose.units import ReplicaId
+
+log = structlog.get_logger("rosed")
 
 ROTATED = ".1"
 GATES_NAME = "gates.jsonl"
@@ -41,6 +44,8 @@ class GateEntry(msgspec.Struct, frozen=True):
         return cls(replica, GateReason(transition.reason).name.lower(), transition._asdict())
 
 
+E = TypeVar("E")
+
 _decoder = msgspec.json.Decoder(Entry)
 _gate_decoder = msgspec.json.Decoder(GateEntry)
 
@@ -68,26 +73,35 @@ class Journal:
 
     def append(self, entry: Entry | GateEntry) -> None:
         """Append one line."""
-        line = self._encoder.encode(entry) + b"\n"
+        # After a loss what was written last may have been cut short: a new line has to begin.
+        line = (b"" if self._file else b"\n") + self._encoder.encode(entry) + b"\n"
         try:
-            file = self._file or self._path.open("ab")
+            file = self._file = self._file or self._path.open("ab")
             if file.tell() + len(line) > self._bytes_max:
                 file.close()
                 self._path.replace(self._path.with_name(self._path.name + ROTATED))
-                file = self._path.open("ab")
-            self._file = file
+                file = self._file = self._path.open("ab")
             file.write(line)
-        except OSError:
-            self.lost += 1
-            self._file = None
+        except OSError as error:
+            self._lose(error)
 
     def flush(self) -> None:
         """Hand buffered lines to the system."""
         if self._file is not None:
             try:
                 self._file.flush()
-            except OSError:
-                self.lost += 1
+            except OSError as error:
+                self._lose(error)
+
+    def _lose(self, error: OSError) -> None:
+        # What the file still holds in its buffer goes with it, or every later flush would fail anew.
+        self.lost += 1
+        text = "entries are lost: the disk does not take them"
+        log.error(text, code="journal_lost", subject=self._path.name, lost=self.lost, error=error.strerror)
+        file, self._file = self._file, None
+        if file is not None:
+            with contextlib.suppress(OSError):
+                file.close()
 
     def close(self) -> None:
         """Flush and close."""
@@ -98,15 +112,19 @@ class Journal:
 
 
 def read(path: Path) -> list[Entry]:
-    """All entries of a journal file; a last line that was cut short is left out."""
-    return [_decoder.decode(line) for line in _lines(path)]
+    """All entries of a journal file; lines that were cut short are left out."""
+    return _decoded(_decoder, path)
 
 
 def read_gates(path: Path, replica: ReplicaId) -> list[GateTransition]:
-    """All transitions of a replica in a gates' journal; a last line that was cut short is left out."""
-    entries = (_gate_decoder.decode(line) for line in _lines(path))
+    """All transitions of a replica in a gates' journal; lines that were cut short are left out."""
+    entries = _decoded(_gate_decoder, path)
     return [GateTransition(**entry.transition) for entry in entries if entry.replica == replica]
 
 
-def _lines(path: Path) -> list[bytes]:
-    return [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+def _decoded(decoder: msgspec.json.Decoder[E], path: Path) -> list[E]:
+    entries = []
+    for line in path.read_bytes().split(b"\n")[:-1]:
+        with contextlib.suppress(msgspec.DecodeError):
+            entries.append(decoder.decode(line))
+    return entries

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Generic, TypeVar
@@ -42,6 +41,8 @@ from rose_daemon.relay.pools import MemoryBlock, Pool
 from rose_daemon.relay.requests import TRANSFER_MAX_S, answer
 from rose_daemon.relay.uploads import Uploads
 from rose_daemon.relay.vault import Block, Vault
+from rose_daemon.service.supervision import Heartbeat
+from rose_daemon.service.tokens import Keyring, Scope
 
 _EXPIRE_PERIOD_S = 5.0
 CHUNK_BYTES = MIB
@@ -58,10 +59,10 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class RelayHandlers(Generic[B]):
     """Manifests, listing, polls, tokens: what every kind of relay does, over one Vault."""
 
-    def __init__(self, vault: Vault[B], pool: Pool[B], token: str = "") -> None:
+    def __init__(self, vault: Vault[B], pool: Pool[B], tokens: Keyring) -> None:
         self.vault = vault
         self.pool = pool
-        self._token = token
+        self._tokens = tokens
         self.headers: dict[str, str] = {}
         """Sent with every answer."""
         self._news = asyncio.Condition()
@@ -167,17 +168,21 @@ class RelayHandlers(Generic[B]):
         return response
 
     def _authorise(self, request: web.Request) -> None:
-        if not self._token or request.path == "/health":
+        if not self._tokens or request.path == "/health":
             return
-        sent = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
-        if not hmac.compare_digest(sent, f"Bearer {self._token}".encode()):
+        held = self._tokens.scope_of(request.headers.get("Authorization", ""))
+        if held is None:
             raise RelayDenied("the relay does not accept this token")
+        if held < (needed := _scope(request)):
+            raise RelayDenied(f"the token allows {held.name.lower()}, this takes {needed.name.lower()}")
 
     async def _tidying(self, _app: web.Application) -> AsyncIterator[None]:
         async def tidy() -> None:
+            heartbeat = Heartbeat()
             while True:
-                await asyncio.sleep(_EXPIRE_PERIOD_S)
                 await self.tidy()
+                heartbeat.beat()
+                await asyncio.sleep(_EXPIRE_PERIOD_S)
 
         task = asyncio.create_task(tidy())
         yield
@@ -198,10 +203,10 @@ class EmbeddedHandlers(RelayHandlers[MemoryBlock]):
         self,
         vault: Vault[MemoryBlock],
         pool: Pool[MemoryBlock],
-        token: str = "",
+        tokens: Keyring,
         sending: Sending = AS_THE_SYSTEM_DOES,
     ) -> None:
-        super().__init__(vault, pool, token)
+        super().__init__(vault, pool, tokens)
         self._arena = pool if isinstance(pool, ArenaPool) else None
         self._sending = sending
         self._bulk = Bulk(vault, Uploads(vault), self.tidy, set())
@@ -291,6 +296,11 @@ class EmbeddedHandlers(RelayHandlers[MemoryBlock]):
             except ConnectionError:
                 pass  # the reader is gone; it comes back for the rest if it still wants it
             return response
+
+
+def _scope(request: web.Request) -> Scope:
+    """Pulling is reading; a connection by which buckets are pushed begins as a GET too."""
+    return Scope.READ if request.method in ("GET", "HEAD") and request.path != BULK_PATH else Scope.SUBMIT
 
 
 async def _receive(request: web.Request, destination: memoryview) -> str:

@@ -26,6 +26,7 @@ from rose_daemon.relay import requests
 from rose_daemon.relay.handlers import VERSION_ROOT, RelayHandlers
 from rose_daemon.relay.requests import TRANSFER_MAX_S, answer
 from rose_daemon.relay.vault import Key, Reservation, Vault
+from rose_daemon.service.tokens import Keyring
 
 _WATCH_PERIOD_S = 1.0
 _CHECK_MAX = 4096
@@ -98,8 +99,8 @@ class MooncakeHandlers(RelayHandlers[StoredObject]):
 
     pool: MooncakePool
 
-    def __init__(self, vault: Vault[StoredObject], pool: MooncakePool, token: str = "") -> None:
-        super().__init__(vault, pool, token)
+    def __init__(self, vault: Vault[StoredObject], pool: MooncakePool, tokens: Keyring) -> None:
+        super().__init__(vault, pool, tokens)
         self._claims: dict[str, tuple[Reservation[StoredObject], float]] = {}
         self._renewing = asyncio.Lock()
 

@@ -8,7 +8,7 @@ import logging
 import secrets
 import ssl
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
@@ -16,7 +16,6 @@ from aiohttp.http_exceptions import HttpProcessingError
 from rose.config import RelayConfig
 from rose.config_rules import is_loopback
 from rose.errors import ConfigError, NotReady
-from rose.secret import read_secret
 from rose.units import MIB
 from rose.weights.relay.mooncake_store import MooncakeStore
 from rose.weights.relay.sockets import Sending
@@ -25,22 +24,56 @@ from rose_daemon.relay.handlers import CHUNK_BYTES, EmbeddedHandlers, RelayHandl
 from rose_daemon.relay.mooncake import MooncakeHandlers, MooncakePool
 from rose_daemon.relay.pools import HeapPool, MemoryBlock, Pool
 from rose_daemon.relay.vault import Vault
+from rose_daemon.service.changes import changed_keys
+from rose_daemon.service.tokens import Keyring
 
 _SHUTDOWN_MAX_S = 2.0
 _MARKS_BYTES = MIB
 """Lent to a Mooncake store beyond the capacity, for what `MooncakePool` itself puts there."""
 
 
+class Listening(NamedTuple):
+    """A relay that serves."""
+
+    url: str
+    port: int
+    config: RelayConfig
+    tokens: Keyring
+    tls: ssl.SSLContext | None
+
+    def reload(self, config: RelayConfig) -> list[str]:
+        """Take over tokens and the certificate's files anew; answers the keys that need a restart.
+
+        Connections that are open stay as they are.  Raises ConfigError, and changes nothing, if the settings
+        are not usable.
+        """
+        check_exposure(config)
+        tokens = _tokens(config)
+        if self.tls is not None and config.tls_cert:
+            self.tls.load_cert_chain(config.tls_cert, config.tls_key)
+        self.tokens.replace(tokens)
+        live = ("tls_cert", "tls_key") if self.tls is not None and config.tls_cert else ()
+        waiting = changed_keys(self.config, config, ("token_file", "tokens_dir", *live))
+        return [f"relay.{key}" for key in waiting]
+
+
 @contextlib.asynccontextmanager
 async def serving(config: RelayConfig) -> AsyncIterator[str]:
-    """Serve a relay of the configured kind; yields its URL (port 0 lets the system choose).
+    """Serve a relay; yields its URL.  As `listening`."""
+    async with listening(config) as relay:
+        yield relay.url
+
+
+@contextlib.asynccontextmanager
+async def listening(config: RelayConfig) -> AsyncIterator[Listening]:
+    """Serve a relay of the configured kind (port 0 lets the system choose).
 
     Raises ConfigError for an address that would be exposed, NotReady if the port cannot be had or a Mooncake
     master does not answer.
     """
     tls = check_exposure(config)
-    token = read_secret(config.token_file, "relay.token_file") if config.token_file else ""
-    async with _handlers(config, token) as handlers:
+    tokens = _tokens(config)
+    async with _handlers(config, tokens) as handlers:
         runner = web.AppRunner(
             handlers.app(),
             access_log=None,
@@ -59,19 +92,20 @@ async def serving(config: RelayConfig) -> AsyncIterator[str]:
                 ) from None
             port = runner.addresses[0][1]
             host = f"[{config.host}]" if ":" in config.host else config.host
-            yield f"{'https' if tls else 'http'}://{host}:{port}"
+            url = f"{'https' if tls else 'http'}://{host}:{port}"
+            yield Listening(url, port, config, tokens, tls)
         finally:
             await runner.cleanup()
 
 
 @contextlib.asynccontextmanager
-async def _handlers(config: RelayConfig, token: str) -> AsyncIterator[RelayHandlers[Any]]:
+async def _handlers(config: RelayConfig, tokens: Keyring) -> AsyncIterator[RelayHandlers[Any]]:
     epoch = secrets.token_hex(8)
     if config.kind == "embedded":
         arena = ArenaPool(config.capacity_bytes) if config.shared_memory else None
         pool: Pool[MemoryBlock] = arena or HeapPool()
         vault = Vault(config.capacity_bytes, config.stage_ttl_s, epoch, pool.allocate)
-        yield EmbeddedHandlers(vault, pool, token, Sending.from_config(config))
+        yield EmbeddedHandlers(vault, pool, tokens, Sending.from_config(config))
         if arena is not None:
             arena.close()
         return
@@ -80,7 +114,7 @@ async def _handlers(config: RelayConfig, token: str) -> AsyncIterator[RelayHandl
     objects = MooncakePool(store, config, epoch)
     try:
         places = Vault(config.capacity_bytes, config.stage_ttl_s, epoch, objects.allocate)
-        handlers = MooncakeHandlers(places, objects, token)
+        handlers = MooncakeHandlers(places, objects, tokens)
         await handlers.begin()
         yield handlers
     finally:
@@ -95,10 +129,10 @@ def check_exposure(config: RelayConfig) -> ssl.SSLContext | None:
     """
     if bool(config.tls_cert) != bool(config.tls_key):
         raise ConfigError("relay.tls_cert and relay.tls_key go together")
-    if not is_loopback(config.host) and not (config.tls_cert and config.token_file):
+    if not is_loopback(config.host) and not (config.tls_cert and (config.token_file or config.tokens_dir)):
         raise ConfigError(
             f"relay.host: {config.host} is not loopback: weights would be open to the network",
-            "set relay.tls_cert, relay.tls_key and relay.token_file, or listen on 127.0.0.1",
+            "set relay.tls_cert, relay.tls_key and relay.token_file (or tokens_dir), or listen on 127.0.0.1",
         )
     if not config.tls_cert:
         return None
@@ -108,6 +142,10 @@ def check_exposure(config: RelayConfig) -> ssl.SSLContext | None:
     except (OSError, ssl.SSLError) as error:
         raise ConfigError(f"relay.tls_cert: cannot be used: {error}") from None
     return context
+
+
+def _tokens(config: RelayConfig) -> Keyring:
+    return Keyring.read("relay", config.token_file, config.tokens_dir)
 
 
 def _logger() -> logging.Logger:

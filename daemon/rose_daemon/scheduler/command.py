@@ -9,7 +9,7 @@ import typer
 
 from rose.config import load
 from rose_daemon.scheduler.process import run
-from rose_daemon.scheduler.telemetry import configure_logs
+from rose_daemon.service import logs
 
 app = typer.Typer(add_completion=False, help="Run rose-scheduler with its gateway.")
 
@@ -24,5 +24,5 @@ def scheduler(
     ] = "info",
 ) -> None:
     """Place replicas, route turns, and serve the OpenAI-compatible gateway, until interrupted."""
-    configure_logs(log_level)
-    run(load(config).scheduler)
+    logs.configure(log_level, "json")
+    run(load(config).scheduler, lambda: load(config).scheduler)

@@ -36,6 +36,7 @@ from rose.units import NS_PER_S, ms_to_ns, s_to_ns
 from rose_daemon.scheduler.chronicle import Chronicle
 from rose_daemon.scheduler.store import Store
 from rose_daemon.scheduler.telemetry import Telemetry
+from rose_daemon.service.supervision import Heartbeat
 
 _TICK_MAX_S = 0.25
 """The loop looks at the clock at least this often; it also flushes the journal then."""
@@ -110,6 +111,7 @@ class ClusterDriver:
 
     async def run(self) -> None:
         """Tick at the machine's deadlines until cancelled."""
+        heartbeat = Heartbeat()
         while True:
             now_ns = time.monotonic_ns()
             due_s = (self.machine.next_deadline_ns() - now_ns) / NS_PER_S
@@ -121,6 +123,7 @@ class ClusterDriver:
                 self.feed(Tick())
             if dropped := self._store.flush_journal():
                 self._telemetry.dropped("journal_row", dropped)
+            heartbeat.beat()
 
     def _step(self, event: ClusterEvent) -> None:
         now_ns = time.monotonic_ns()

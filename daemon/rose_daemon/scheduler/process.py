@@ -7,7 +7,7 @@ import contextlib
 import signal
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,6 @@ from rose.core.effects import (
     TellStep,
 )
 from rose.errors import ConfigError, NotReady, RoseError
-from rose.secret import read_secret
 from rose.units import JobId
 from rose_daemon import sdnotify
 from rose_daemon.curve import require_private
@@ -49,6 +48,9 @@ from rose_daemon.scheduler.turns import Turn
 from rose_daemon.scheduler.upstream import Upstream
 from rose_daemon.scheduler.worker_api import WorkerApi
 from rose_daemon.scheduler.workers import Workers
+from rose_daemon.service.changes import changed_keys
+from rose_daemon.service.supervision import announce, on_reload, probe_http, reachable
+from rose_daemon.service.tokens import Keyring
 
 _SHUTDOWN_S = 3.0
 _BEAT_S_MAX = 0.5
@@ -58,19 +60,19 @@ _LINGER_S = 1.0
 log = structlog.get_logger()
 
 
-def check(config: SchedulerConfig) -> str:
-    """Refuse unsafe or unreadable settings before anything starts; answers the clients' token ("" for none).
+def check(config: SchedulerConfig) -> Keyring:
+    """Refuse unsafe or unreadable settings before anything starts; answers the clients' tokens.
 
     Raises ConfigError.
     """
     require_private(config.control, config.curve_dir)
-    token = read_secret(config.token_file, "scheduler.token_file") if config.token_file else ""
-    if not token and not is_loopback(config.gateway_host):
+    tokens = Keyring.read("scheduler", config.token_file, config.tokens_dir)
+    if not tokens and not is_loopback(config.gateway_host):
         raise ConfigError(
             f"scheduler.gateway_host: {config.gateway_host} can be reached from other hosts",
-            "set [scheduler] token_file, or listen on 127.0.0.1",
+            "set [scheduler] token_file or tokens_dir, or listen on 127.0.0.1",
         )
-    return token
+    return tokens
 
 
 class Scheduler:
@@ -81,7 +83,7 @@ class Scheduler:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
-        self._token = check(config)
+        self._tokens = check(config)
         self._started_s = time.monotonic()
         self.id = uuid.uuid4().hex[:12]
         self.store = Store(Path(config.state_dir))
@@ -122,6 +124,7 @@ class Scheduler:
         self._runner: web.AppRunner | None = None
         self._serving: asyncio.Task[None] | None = None
         self.gateway_url = ""
+        self.address = ("", 0)
 
     async def start(self) -> None:
         """Serve nodes and clients from now on.  Raises RoseError when the gateway's port cannot be had."""
@@ -145,7 +148,7 @@ class Scheduler:
                 *TextApi(self.desk, self.driver.machine.job_view, self.upstream.forward).routes(),
             ],
             ControlApi(self.desk, sources),
-            token=self._token,
+            tokens=self._tokens,
             body_bytes_max=self._config.body_bytes_max,
         )
         self._runner = web.AppRunner(
@@ -165,8 +168,22 @@ class Scheduler:
                 f"scheduler.gateway_port: cannot listen on {host}:{port}: {error.strerror or error}",
                 "is another scheduler running? Set [scheduler] gateway_port to a free port",
             ) from None
-        bound = self._runner.addresses[0]
-        self.gateway_url = f"http://{bound[0]}:{bound[1]}"
+        self.address = self._runner.addresses[0][:2]
+        self.gateway_url = f"http://{self.address[0]}:{self.address[1]}"
+
+    def reload(self, config: SchedulerConfig) -> list[str]:
+        """Take over the tokens of settings that were read again; answers the keys that need a restart.
+
+        Raises ConfigError, and changes nothing, if they are not usable.
+        """
+        self._tokens.replace(check(config))
+        waiting = changed_keys(self._config, config)
+        return [f"scheduler.{key}" for key in waiting]
+
+    async def probe(self) -> str:
+        """What does not work yet; "" once the gateway answers."""
+        host, port = self.address
+        return await probe_http(f"http://{reachable(host)}:{port}/health")
 
     async def failed(self) -> None:
         """Wait until a part fails, and raise its error."""
@@ -273,17 +290,19 @@ async def running(config: SchedulerConfig) -> AsyncIterator[Scheduler]:
         await scheduler.close()
 
 
-async def _main(config: SchedulerConfig) -> None:
+async def _main(config: SchedulerConfig, load: Callable[[], SchedulerConfig]) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
     async with running(config) as scheduler:
         log.info("scheduler_ready", gateway=scheduler.gateway_url, control=scheduler.nodes.address)
-        sdnotify.notify("READY=1")
+        on_reload(lambda: scheduler.reload(load()))
+        announcing = asyncio.create_task(announce(scheduler.probe))
         failed = asyncio.create_task(scheduler.failed())
         stopping = asyncio.create_task(stop.wait())
         done, _ = await asyncio.wait({failed, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        announcing.cancel()
         sdnotify.notify("STOPPING=1")
         if failed in done:
             failed.result()
@@ -292,7 +311,7 @@ async def _main(config: SchedulerConfig) -> None:
     log.info("scheduler_stopped")
 
 
-def run(config: SchedulerConfig) -> None:
-    """Run until SIGINT or SIGTERM.  Raises RoseError when it cannot start."""
+def run(config: SchedulerConfig, load: Callable[[], SchedulerConfig]) -> None:
+    """Run until SIGINT or SIGTERM; `load` reads the settings again.  Raises RoseError if it cannot start."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_main(config))
+        runner.run(_main(config, load))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 from collections.abc import Callable, Mapping, Sequence
 from http import HTTPStatus
 from typing import Annotated, Any, NamedTuple, TypeVar
@@ -20,6 +19,7 @@ from rose_daemon.scheduler.gateway import Gateway
 from rose_daemon.scheduler.jobs import JobDesk
 from rose_daemon.scheduler.requests import Dialect
 from rose_daemon.scheduler.streams import SHAPES
+from rose_daemon.service.tokens import Keyring, Scope
 
 BODY_TIMEOUT_S = 30.0
 """A request body must be there after this long."""
@@ -30,6 +30,18 @@ SESSION = "/rose/v1/jobs/{job}/sessions/{session}"
 """Before a dialect's path: the job and the trajectory, for agents that can be told nothing but a base URL."""
 
 _OPEN_PATHS = frozenset({"/health", "/metrics"})
+_ADMIN_PATHS = frozenset(
+    {
+        "/rose/v1/replicas/{replica}/drain",
+        "/workers",
+        "/workers/{worker}",
+        "/add_worker",
+        "/remove_worker",
+    }
+)
+"""The fleet, which all jobs share: whatever is not only looked at there is the operator's."""
+_SUBMIT_GETS = frozenset({"/flush_cache", "/rose/v1/jobs/{job}/answers"})
+"""One changes something, the other hands out what agents wrote."""
 _TRY_AGAIN = frozenset({HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE})
 
 log = structlog.get_logger()
@@ -187,14 +199,14 @@ def build_app(
     shaped: Sequence[tuple[web.RouteDef, Shape]],
     control: ControlApi,
     *,
-    token: str,
+    tokens: Keyring,
     body_bytes_max: int,
 ) -> web.Application:
-    """The application, with routes of engines' own dialects; an empty `token` asks clients for none."""
+    """The application, with routes of engines' own dialects; an empty ring asks clients for none."""
     shapes = {route.path: shape for route, shape in shaped}
     shapes |= {base + dialect.path: shape for dialect, shape in SHAPES.items() for base in ("", SESSION)}
     app = web.Application(
-        middlewares=[_errors(shapes), _authentication(token), _whole_body], client_max_size=body_bytes_max
+        middlewares=[_errors(shapes), _authentication(tokens), _whole_body], client_max_size=body_bytes_max
     )
     for base in ("", SESSION):
         app.add_routes([web.post(base + dialect.path, gateway.handler(dialect)) for dialect in Dialect])
@@ -255,19 +267,28 @@ def _pattern(request: web.Request) -> str:
     return request.path if resource is None else resource.canonical
 
 
-def _authentication(token: str) -> Middleware:
-    expected = f"Bearer {token}".encode()
-
+def _authentication(tokens: Keyring) -> Middleware:
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if token and request.path not in _OPEN_PATHS:
-            given = request.headers.get("Authorization", "").encode("utf-8", errors="replace")
-            if not hmac.compare_digest(given, expected):
+        if tokens and request.path not in _OPEN_PATHS:
+            held = tokens.scope_of(request.headers.get("Authorization", ""))
+            if held is None:
                 text = "send the gateway's token as `Authorization: Bearer ...`"
                 raise Refused(Failure(HTTPStatus.UNAUTHORIZED, "bad_token", text))
+            if held < (needed := _scope(request)):
+                text = f"the token allows {held.name.lower()}, this takes {needed.name.lower()}"
+                raise Refused(Failure(HTTPStatus.FORBIDDEN, "scope_too_small", text))
         return await handler(request)
 
     return check
+
+
+def _scope(request: web.Request) -> Scope:
+    """What a request takes: looking, using what there is, or changing what there is for all."""
+    if _pattern(request) in _ADMIN_PATHS and request.method != "GET":
+        return Scope.ADMIN
+    looks = request.method in ("GET", "HEAD") and _pattern(request) not in _SUBMIT_GETS
+    return Scope.READ if looks else Scope.SUBMIT
 
 
 @web.middleware

@@ -1,12 +1,9 @@
-"""Metrics and logs of the scheduler process."""
+"""Metrics of the scheduler process."""
 
 from __future__ import annotations
 
-import logging
-import sys
 from collections.abc import Callable, Iterable, Mapping
 
-import structlog
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -97,21 +94,3 @@ class _StateCollector(Collector):
         for replica, count in self._tokens().items():
             counted.add_metric([replica], count)
         yield counted
-
-
-def configure_logs(level: str) -> None:
-    """One JSON object a line on stderr, for a service; readable lines where stderr is a terminal."""
-    renderer: structlog.typing.Processor = (
-        structlog.dev.ConsoleRenderer() if sys.stderr.isatty() else structlog.processors.JSONRenderer()
-    )
-    structlog.configure(
-        processors=[
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
-            structlog.processors.format_exc_info,
-            renderer,
-        ],
-        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
-        cache_logger_on_first_use=True,
-    )
