@@ -8,16 +8,25 @@ import socket
 
 
 def notify(state: str) -> bool:
-    """Send `state` (such as `READY=1`) to the service manager; False when there is none."""
+    """Send `state` (such as `READY=1`) to the service manager; False when there is none, or it is too busy.
+
+    Never waits: a service manager that does not read would hold up the loop that renews the gates.
+    """
     address = os.environ.get("NOTIFY_SOCKET", "")
     if not address:
         return False
     if address.startswith("@"):
         address = "\0" + address[1:]
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as channel:
+        channel.setblocking(False)
         channel.sendto(state.encode(), address)
         return True
     return False
+
+
+def supervised() -> bool:
+    """Whether a service manager wants to be told."""
+    return bool(os.environ.get("NOTIFY_SOCKET"))
 
 
 def watchdog_period_s() -> float | None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import structlog
+from rose_daemon import sdnotify
 from rose_daemon.node import statedir
 from rose_daemon.node.journal import Entry, Journal, read
 from rose_daemon.node.statedir import claim
@@ -141,6 +142,17 @@ def test_a_heartbeat_is_sent_twice_in_what_the_manager_allows(
         assert manager.recv(100) == manager.recv(100) == b"WATCHDOG=1"
         with pytest.raises(BlockingIOError):
             manager.recv(100)
+
+
+def test_a_service_manager_that_does_not_read_holds_nobody_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(str(tmp_path / "notify"))
+        monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
+        sent = [sdnotify.notify("WATCHDOG=1") for _ in range(10_000)]
+    assert sent[0]
+    assert not sent[-1]
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ def install(
     known = {each.unit for each in before.units}
     replaces_unit = any(each.path.parent == UNIT_DIRECTORY and machine.found(each.path) for each in plan)
     machine.keep_record(RECORD, record)
-    for directory in record.directories[len(before.directories) :]:
+    for directory in _missing(machine, plan):
         machine.make_directory(directory)
     for target in plan:
         machine.write(target.path, target.content, target.mode)
@@ -102,10 +102,9 @@ def uninstall(
     for unit in record.units:
         if unit.active:
             machine.act("systemctl", "start", unit.unit, why="it ran before ROSE was installed")
+    machine.remove(RECORD)
     for directory in reversed(record.directories):
         machine.remove_directory(directory)
-    machine.remove(RECORD)
-    machine.remove_directory(str(RECORD.parent))
     machine.note("kept: /var/lib/rose with its state, and the user rose, who owns it")
 
 
@@ -126,7 +125,7 @@ def _recorded(machine: Machine, before: Record, plan: list[Target], units: list[
         earlier = before.file(target.path)
         found = earlier.found if earlier else machine.found(target.path)
         written[str(target.path)] = FileRecord(str(target.path), digest(target.content), found)
-    missing = [each for target in plan for each in machine.missing_directories(target.path)]
+    missing = [*machine.missing_directories(RECORD), *_missing(machine, plan)]
     known = {each.unit for each in before.units}
     return Record(
         release=__version__,
@@ -135,6 +134,10 @@ def _recorded(machine: Machine, before: Record, plan: list[Target], units: list[
         units=(*before.units, *(machine.unit(unit) for unit in units if unit not in known)),
         mps=before.mps or _mps_found(machine),
     )
+
+
+def _missing(machine: Machine, plan: list[Target]) -> list[str]:
+    return list(dict.fromkeys(each for target in plan for each in machine.missing_directories(target.path)))
 
 
 def _restore(machine: Machine, file: FileRecord, *, force: bool) -> None:

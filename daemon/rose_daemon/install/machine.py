@@ -110,7 +110,7 @@ class Machine:
     def keep_record(self, path: PurePosixPath, record: Record) -> None:
         """Write the record down, before anything that it tells of is changed."""
         for directory in self.missing_directories(path):
-            self.make_directory(directory, 0o700)
+            self.make_directory(directory, 0o700 if directory == str(path.parent) else 0o755)
         self.write(path, msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n", 0o600)
 
     # ---- services -------------------------------------------------------------------------------

@@ -76,6 +76,7 @@ _MEMORY_PERIOD_S = 1.0
 _MPS_PERIOD_S = 5.0
 _ANSWERS_S = 0.5
 """Time that the answers of aborted requests have to leave an engine before it is asked to end."""
+_CANCEL_S = 0.2
 _NOT_PROBED = Unknown("not_observed")
 
 log = structlog.get_logger("rosed")
@@ -275,9 +276,11 @@ class NodeDriver:
     async def _shut_down(self, tasks: list[asyncio.Task[None]]) -> None:
         """In order: no new work, the scheduler knows, gates closed, engines ended, traces removed."""
         sdnotify.notify("STOPPING=1")
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        left = set(tasks)
+        while left:  # a wait_for that ends in the same moment loses the cancellation: say it again
+            for task in left:
+                task.cancel()
+            _, left = await asyncio.wait(left, timeout=_CANCEL_S)
         await self.link.close()
         self.emit(ShutdownRequested())
         self.gates.close()

@@ -45,12 +45,14 @@ class Heartbeat:
 async def announce(probe: Callable[[], Awaitable[str]]) -> None:
     """Send READY=1 once `probe` answers "": until then it says what is not ready yet."""
     patience_s = time.monotonic() + _PATIENCE_S
-    while fault := await probe():
-        if time.monotonic() >= patience_s:
+    while True:
+        fault = await probe()
+        if not fault and (sdnotify.notify("READY=1") or not sdnotify.supervised()):
+            return
+        if fault and time.monotonic() >= patience_s:
             log.warning("not ready yet", code="not_ready", text=fault)
             patience_s = time.monotonic() + _PATIENCE_S
         await asyncio.sleep(_PROBE_PAUSE_S)
-    sdnotify.notify("READY=1")
 
 
 async def probe_http(url: str) -> str:
