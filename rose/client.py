@@ -22,6 +22,7 @@ from urllib.parse import quote, urlencode, urlsplit
 
 import msgspec
 
+from rose.core.forecast import Forecast
 from rose.errors import ConfigError, NotFound, NotReady, RoseError, TimedOut, VersionConflict
 from rose.secret import read_secret
 
@@ -179,6 +180,18 @@ class Job:
             return msgspec.convert(document, JobStatus)
         except msgspec.ValidationError as error:
             raise NotReady(f"{self._scheduler.url}: not a job's status: {error}") from None
+
+    def forecast(self, horizon_s: float = 60) -> Forecast:
+        """What the job may expect, as means over the next `horizon_s` seconds (5 to 1800).
+
+        From how its capacity came and went in the last hour, as far as the scheduler has run; each figure
+        has an interval, and the share of past stretches that such an interval held.
+        """
+        document = self._scheduler.call("GET", f"{self._path}/forecast?{urlencode({'horizon_s': horizon_s})}")
+        try:
+            return msgspec.convert(document, Forecast)
+        except msgspec.ValidationError as error:
+            raise NotReady(f"{self._scheduler.url}: not a forecast: {error}") from None
 
     def begin_step(self, rl_step: int, required_version: int) -> None:
         """Begin an RL step: from now on turns run on `required_version` (within the job's staleness)."""

@@ -51,11 +51,28 @@ def _reachable(host: str) -> str:
 
 @jobs_app.command("jobs")
 def jobs(
-    as_json: JsonOption = False, watch: WatchOption = None, url: UrlOption = None, config: ConfigOption = None
+    horizon_s: Annotated[
+        float | None,
+        typer.Option("--forecast", help="Also what each may expect over the next so many seconds."),
+    ] = None,
+    as_json: JsonOption = False,
+    watch: WatchOption = None,
+    url: UrlOption = None,
+    config: ConfigOption = None,
 ) -> None:
     """Show the jobs: their versions, replicas and turns."""
     scheduler = _scheduler(config, url)
-    _show(lambda: scheduler.status()["jobs"], _JOB_HEADINGS, _job_row, as_json, watch)
+
+    def rows() -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = scheduler.status()["jobs"]
+        if horizon_s is not None:
+            for job in found:
+                path = f"/rose/v1/jobs/{quote(job['job'], safe='')}/forecast?horizon_s={horizon_s:g}"
+                job["forecast"] = scheduler.call("GET", path)
+        return found
+
+    headings = _JOB_HEADINGS if horizon_s is None else (*_JOB_HEADINGS, "slots then", "tokens/s then")
+    _show(rows, headings, _job_row, as_json, watch)
 
 
 @nodes_app.command("nodes")
@@ -129,10 +146,21 @@ def _job_row(job: dict[str, Any]) -> list[str]:
     step = "-" if job["rl_step"] is None else f"{job['rl_step']}{'' if job['rolling'] else ' (over)'}"
     held = f"{eligible} of {len(job['replicas'])} take turns"
     asked = f"{job['n_rl']}+{job['n_serving_max']} asked"
+    forecast = job.get("forecast") or {}
     return [
         *(job["job"], job["model"], step, f"v{job['required_version']}", f"v{job['latest_version']}"),
         *(f"{held}, {asked}", str(job["turns_queued"]), str(job["turns_in_flight"])),
+        *(_estimate(forecast[name]) for name in ("slots", "tokens_per_s") if forecast),
     ]
+
+
+def _estimate(estimate: dict[str, Any]) -> str:
+    """`32 (20 to 48, 80%)`."""
+    expected, high = estimate["expected"], estimate["high"]
+    if expected is None:
+        return "unknown"
+    upper = "any" if high is None else f"{high:.0f}"
+    return f"{expected:.0f} ({estimate['low']:.0f} to {upper}, {estimate['coverage']:.0%})"
 
 
 def _node_row(row: dict[str, Any]) -> list[str]:

@@ -52,6 +52,7 @@ from rose.core.events import (
     TurnRefused,
     VersionPublished,
 )
+from rose.core.forecast import Capacity
 from rose.core.membership import Change, Membership, Replica
 from rose.core.placement import Around, Lease, Placement
 from rose.core.routing import Condition, Router
@@ -181,6 +182,15 @@ class ClusterMachine:
         known = self._jobs.get(job)
         return None if known is None else self._view_job(known)
 
+    def capacity(self, job: JobId) -> Capacity | None:
+        """What the job may use now, None if it is not running."""
+        known = self._jobs.get(job)
+        if known is None:
+            return None
+        turns = known.turns
+        tokens = turns.tokens_ended + sum(turn.tokens for turn in turns.live.values())
+        return Capacity(*known.router.slots(), len(turns.live) - len(turns.queue), tokens)
+
     def trajectories(self, now_ns: int, most: int, job: JobId | None = None) -> list[TrajectoryView]:
         """Those that ran last, newest first."""
         return [
@@ -289,7 +299,7 @@ class ClusterMachine:
         lease = self._placement.leases.get(replica.id)
         if lease is not None:
             job = self._jobs[lease.job]
-            job.router.update(replica.id, _condition(replica))
+            job.router.update(replica.id, Condition.of(replica))
             if job.router.is_open(replica.id):
                 job.switching.usable(replica.id, now_ns)
             self._move_misfits(job, replica.id)
@@ -314,7 +324,7 @@ class ClusterMachine:
         """Carry out a grant."""
         job = self._jobs[lease.job]
         replica = self._membership.replicas[lease.replica]
-        job.router.add(lease.replica, replica.serving, _condition(replica))
+        job.router.add(lease.replica, replica.serving, Condition.of(replica))
         if replica.serving:
             job.switching.granted(lease.replica, now_ns)
             if job.router.is_open(lease.replica):
@@ -433,16 +443,3 @@ class ClusterMachine:
         node_state = self._membership.nodes[replica.node].state
         tally = self._dispatcher.tallies[replica.id]
         return ReplicaView.of(replica, node_state, lease, eligible, self._count_on(replica.id), tally)
-
-
-def _condition(replica: Replica) -> Condition:
-    """What the router goes by."""
-    report = replica.report
-    return Condition(
-        replica.takes_turns,
-        report.weight_version,
-        replica.gate_open,
-        replica.gate_held,
-        report.kv_budget_tokens,
-        report.hardware,
-    )

@@ -370,6 +370,7 @@ class Dispatcher:
             return
         job.router.end(turn.replica, turn.id)
         self.tallies[turn.replica].tokens += turn.tokens
+        job.tokens_ended += turn.tokens
         turn.replica, turn.tokens = None, 0
         self.counts.in_flight -= 1
         self.touch(job)

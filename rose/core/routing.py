@@ -36,6 +36,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from rose.core.cluster_settings import RoutingSlack
+from rose.core.membership import Replica
 from rose.core.versions import ANY_VERSION, VersionWindow, VersionWish
 from rose.units import ReplicaId, TurnId, WeightVersion
 
@@ -60,6 +61,19 @@ class Condition(NamedTuple):
     """0 if not known."""
     hardware: str = ""
     """`compute` or `bandwidth`, what the device is rich in; empty if not known."""
+
+    @classmethod
+    def of(cls, replica: Replica) -> Condition:
+        """As last reported."""
+        report = replica.report
+        return cls(
+            replica.takes_turns,
+            report.weight_version,
+            replica.gate_open,
+            replica.gate_held,
+            report.kv_budget_tokens,
+            report.hardware,
+        )
 
 
 class Want(NamedTuple):
@@ -169,6 +183,14 @@ class Router:
         """Number of turns in flight there."""
         route = self._routes.get(replica)
         return 0 if route is None else len(route.turns)
+
+    def slots(self) -> tuple[int, int]:
+        """Turns that (dedicated, borrowed) replicas could run at once, those with a closed gate left out."""
+        found = [0, 0]
+        for route in self._routes.values():
+            if route.fit and route.condition.gate_open:
+                found[route.serving] += self._most(route)
+        return found[0], found[1]
 
     def busy(self) -> list[ReplicaId]:
         """Replicas with turns in flight."""
@@ -349,10 +371,13 @@ class Router:
         route.fit = condition.takes_turns and self._window.admits(condition.weight_version)
         self._refresh(route)
 
+    def _most(self, route: _Route) -> int:
+        """Turns it may run at once."""
+        return self._cap if route.most is None else min(self._cap, route.most)
+
     def _refresh(self, route: _Route) -> None:
         """Bring the route's place in its heap up to date after any change to it."""
-        most = self._cap if route.most is None else min(self._cap, route.most)
-        is_open = route.fit and len(route.turns) < most
+        is_open = route.fit and len(route.turns) < self._most(route)
         if is_open is not route.open:
             self._count(route, is_open - route.open)
             self._opened |= is_open

@@ -28,6 +28,12 @@ vllm = rollout_command
 """The real thing."""
 
 
+def steady(replica: ReplicaConfig, config: Config) -> EngineCommand:
+    """The mock engine at a pace at which hundreds of turns stay in flight for a while."""
+    command = mock(replica, config)
+    return EngineCommand((*command.argv, "--token-ms", "100"), command.env)
+
+
 def applier(replica: ReplicaConfig, config: Config) -> EngineCommand:
     """A torch module behind the endpoints of an engine: real weights, no model."""
     script = str(Path(__file__).with_name("applier.py"))

@@ -735,3 +735,19 @@ def test_outside_a_step_there_is_no_tail(cluster: Scheduler) -> None:
     cluster.turn("a", "long")
     cluster.finish("a", "opp")
     assert sent(cluster.turn("b", "long")) == [("b", "opp", 1, "affinity")]
+
+
+def test_what_a_job_may_use_now(cluster: Scheduler) -> None:
+    assert cluster.machine.capacity(J) == (16, 16, 0, 0)
+    cluster.turn("a")
+    cluster.turn("b")
+    cluster.do(ev.TurnProgressed(TurnId("a"), ReplicaId("opp"), 7))
+    cluster.finish("b", "ded", tokens=5)
+    assert cluster.machine.capacity(J) == (16, 16, 1, 12)
+    cluster.interrupt("a", "opp", tokens=9)  # goes on elsewhere, and counts anew
+    assert cluster.machine.capacity(J) == (16, 16, 1, 14)
+    cluster.beat(opp={"gate_open": False})
+    assert cluster.machine.capacity(J) == (16, 0, 1, 14)
+    cluster.beat(ded={"state": "failed"})
+    assert cluster.machine.capacity(J) == (0, 0, 0, 14)
+    assert cluster.machine.capacity(JobId("nobody")) is None

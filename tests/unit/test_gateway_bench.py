@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
+import signal
+import subprocess
+import sys
+from collections import Counter
 from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 from rose_daemon.bench import gateway, gateway_report
-from rose_daemon.bench.gateway_load import Ask, Figures, Stream, request_of
+from rose_daemon.bench.gateway_load import Ask, Figures, Stream, hang_up, request_of, run_for, run_turns
+
+from rose.errors import EngineFailed
 
 
 def figures(tokens: int, ttft: list[float], seconds: float = 1.0) -> Figures:
-    return Figures(ttft_ms=ttft, tokens=tokens, turns=len(ttft), elapsed_s=seconds)
+    return Figures(
+        ttft_ms=ttft, tokens=tokens, tokens_all=2 * tokens, turns=len(ttft), elapsed_s=seconds
+    )
 
 
 LEFT_OVER = ("in_flight", "queued", "running_on_engines", "cancelled", "unaccounted")
@@ -28,7 +37,8 @@ def measured(**changes: object) -> gateway.Measured:
     made = gateway.Measured(gateway.GatewayOptions(Path("x")), datetime.now(UTC))
     made.direct = [figures(6400, [10.0, 11.0])]
     made.through = [figures(6000, [12.0, 14.0])]
-    made.cpu_s = 0.3
+    made.cpu_direct_s = Counter(scheduler=0.0, engines=0.064, client=0.128)
+    made.cpu_through_s = Counter(scheduler=0.3, engines=0.06, client=0.12)
     made.knee_direct = [
         (32, figures(3200, [10.0])),
         (512, figures(40_000, [15.0])),
@@ -58,7 +68,8 @@ def test_the_report_compares_both_ways() -> None:
         "memory_growth": 0.01,
     }
     assert report["knees"]["gateway"]["streams"] == 256
-    assert report["gateway"]["cpu_us_per_chunk"] == 50
+    assert report["gateway"]["cpu_us_per_chunk"] == {"scheduler": 25, "engines": 5, "client": 10}
+    assert report["direct"]["cpu_us_per_chunk"] == {"scheduler": 0, "engines": 5, "client": 10}
     met = {name: goal["met"] for name, goal in report["goals"].items()}
     assert met == dict.fromkeys(met, True) | {"added_ttft_p50_ms": False}
     assert (report["ok"], report["exit_code"]) == (True, 0)
@@ -104,3 +115,41 @@ async def test_it_runs_small(tmp_path: Path) -> None:
     assert report["direct"]["errors"] == report["gateway"]["errors"] == 0
     assert report["gateway"]["turns"] > 0
     assert report["disconnects"]["cancelled"] > 0
+    assert report["gateway"]["cpu_us_per_chunk"]["scheduler"] > 0
+
+
+@pytest.mark.parametrize("phase", ["starting", "round 1", "knee: 32 streams, through", "memory", "clients"])
+def test_an_interrupt_ends_it_in_order(tmp_path: Path, phase: str) -> None:
+    """In every phase: no traceback, exit code 130, nothing left running."""
+    command = [sys.executable, "-m", "rose.cli.main", "bench", "gateway", "--out", str(tmp_path / "out")]
+    command += ["--streams", "4", "--engines", "2", "--token-ms", "2", "--rounds", "1", "--duration", "1"]
+    command += ["--turns", "40", "--disconnects", "400"]
+    if phase in ("memory", "clients"):
+        command += ["--no-knee"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ
+    ) as process:
+        assert process.stdout is not None
+        lines = []
+        for line in process.stdout:
+            lines.append(line)
+            if phase in line:
+                process.send_signal(signal.SIGINT)
+                break
+        rest, _ = process.communicate(timeout=60)
+    said = "".join(lines) + rest
+    assert process.returncode == 130, said
+    assert "Traceback" not in said, said
+    assert "interrupted; everything that was started has ended" in said
+    for log in (tmp_path / "out").glob("*.log"):
+        assert "Traceback" not in log.read_text()
+
+
+async def test_a_gateway_that_dies_is_an_error_and_not_an_interrupt() -> None:
+    """Whatever was under way."""
+    with pytest.raises(EngineFailed, match="takes no connection"):
+        await run_turns(["http://127.0.0.1:9"], 2, Ask(3, 4), 4, 1)
+    with pytest.raises(EngineFailed, match="takes no connection"):
+        await run_for(["http://127.0.0.1:9"], 2, Ask(3, 4), 5, 1)
+    with pytest.raises(EngineFailed, match="takes no connection"):
+        await hang_up("http://127.0.0.1:9", 3, Ask(3, 4), at_once=2, within_s=0.1, seed=1)

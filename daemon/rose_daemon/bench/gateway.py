@@ -7,10 +7,11 @@ asks either directly or through the gateway, in turns of the same run.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
-import random
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -23,13 +24,14 @@ from rose.errors import EngineFailed
 from rose_daemon.bench.gateway_engines import MODEL
 from rose_daemon.bench.gateway_load import Ask, Figures, hang_up, p99, run_for, run_turns
 from rose_daemon.harness.processes import Child, spawn, until
+from rose_daemon.node.engines import free_port
 
 JOB = "bench"
 KNEE_TTFT_MS = 10.0
 """At the knee, first tokens come at most this much later at the 99th percentile than on an idle machine."""
 _START_S = 30.0
 _SHORT = Ask(prompt_tokens=32, output_tokens=4)
-_KNEE_STREAMS = (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+_KNEE_STREAMS = (32, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
 _CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -56,7 +58,7 @@ class World:
     gateway: str
     engines: list[str]
     scheduler: Child
-    children: list[Child]
+    engine_process: Child
     http: aiohttp.ClientSession
 
 
@@ -68,8 +70,10 @@ class Measured:
     started_at: datetime
     direct: list[Figures] = field(default_factory=list)
     through: list[Figures] = field(default_factory=list)
-    cpu_s: float = 0.0
-    """Of the scheduler process, while the load went through it."""
+    cpu_direct_s: Counter[str] = field(default_factory=Counter)
+    """Processor time of each process while the load went directly to the engines."""
+    cpu_through_s: Counter[str] = field(default_factory=Counter)
+    """And while it went through the gateway."""
     knee_direct: list[tuple[int, Figures]] = field(default_factory=list)
     knee_through: list[tuple[int, Figures]] = field(default_factory=list)
     memory: list[tuple[int, int]] = field(default_factory=list)
@@ -86,56 +90,57 @@ class GatewayBench:
 
     async def run(self) -> Measured:
         """Measure.  Raises RoseError."""
-        options = self._options
-        measured = Measured(options, datetime.now(UTC))
-        world = await self._start()
-        try:
+        measured = Measured(self._options, datetime.now(UTC))
+        # Whatever ends it, also in the middle of starting, what was started is stopped.
+        async with contextlib.AsyncExitStack() as stack:
+            world = await self._start(stack)
             await self._ratio(world, measured)
-            if options.knee:
-                measured.knee_direct = await self._climb(world.engines, "direct")
-                measured.knee_through = await self._climb([world.gateway], "through the gateway")
+            if self._options.knee:
+                await self._knees(world, measured)
             await self._memory(world, measured)
             await self._disconnects(world, measured)
-        finally:
-            await world.http.close()
-            for child in reversed(world.children):
-                await child.stop(5.0)
         return measured
 
     # ---- phases ------------------------------------------------------------------------------------
 
     async def _ratio(self, world: World, measured: Measured) -> None:
         options = self._options
-        ask = Ask()
+        direct = (world.engines, measured.direct, measured.cpu_direct_s)
+        through = ([world.gateway], measured.through, measured.cpu_through_s)
         for number in range(options.rounds):
             self._say(
                 f"round {number + 1} of {options.rounds}: {options.streams} streams, direct and through"
             )
-            seed = options.seed + number
-            order = [("direct", world.engines), ("through", [world.gateway])]
-            for name, urls in order if number % 2 == 0 else reversed(order):
-                before_s = _cpu_s(world.scheduler)
-                figures = await run_for(urls, options.streams, ask, options.duration_s, seed)
-                getattr(measured, name).append(figures)
-                if name == "through":
-                    measured.cpu_s += _cpu_s(world.scheduler) - before_s
+            for urls, found, cpu_s in (direct, through) if number % 2 == 0 else (through, direct):
+                before_s = _cpu_s(world)
+                figures = await run_for(urls, options.streams, Ask(), options.duration_s, options.seed + number)
+                for name, now_s in _cpu_s(world).items():
+                    cpu_s[name] += now_s - before_s[name]
+                found.append(figures)
                 await self._quiet(world)
 
-    async def _climb(self, urls: list[str], how: str) -> list[tuple[int, Figures]]:
-        """More and more streams, until first tokens come too late."""
-        found: list[tuple[int, Figures]] = []
-        seconds = max(2.0, self._options.duration_s / 3)
+    async def _knees(self, world: World, measured: Measured) -> None:
+        """More and more streams, both ways in turns, each until its first tokens come too late."""
+        climbing = {
+            "direct": (world.engines, measured.knee_direct),
+            "through the gateway": ([world.gateway], measured.knee_through),
+        }
         for streams in _KNEE_STREAMS:
-            self._say(f"knee, {how}: {streams} streams")
-            late_ms = KNEE_TTFT_MS + (p99(found[0][1]) if found else float("inf"))
-            figures = await run_for(urls, streams, Ask(), seconds, self._options.seed)
-            if p99(figures) > late_ms:  # once may be chance: something else wanted the machine
-                again = await run_for(urls, streams, Ask(), seconds, self._options.seed)
-                figures = min(figures, again, key=p99)
-            found.append((streams, figures))
-            if p99(figures) > late_ms + KNEE_TTFT_MS:
-                break
-        return found
+            for way, (urls, found) in list(climbing.items()):
+                self._say(f"knee: {streams} streams, {way}")
+                if not await self._climb(urls, streams, found):
+                    del climbing[way]
+
+    async def _climb(self, urls: list[str], streams: int, found: list[tuple[int, Figures]]) -> bool:
+        """One step; whether a further one is of use."""
+        seconds = max(2.0, self._options.duration_s / 3)
+        late_ms = KNEE_TTFT_MS + (min(p99(figures) for _, figures in found) if found else float("inf"))
+        figures = await run_for(urls, streams, Ask(), seconds, self._options.seed)
+        if p99(figures) > late_ms:  # once may be chance: something else wanted the machine
+            again = await run_for(urls, streams, Ask(), seconds, self._options.seed)
+            figures = min(figures, again, key=p99)
+        found.append((streams, figures))
+        return p99(figures) <= late_ms + KNEE_TTFT_MS
 
     async def _memory(self, world: World, measured: Measured) -> None:
         options = self._options
@@ -192,43 +197,42 @@ class GatewayBench:
 
     # ---- processes ---------------------------------------------------------------------------------
 
-    async def _start(self) -> World:
+    async def _start(self, stack: contextlib.AsyncExitStack) -> World:
+        """Engines and scheduler; the stack ends them."""
         options = self._options
         self._say(f"starting {options.engines} engines and the scheduler")
-        engines, ports = await self._engines()
-        port = random.Random(time.time_ns()).randrange(20_000, 60_000)
+        engines = await self._spawn(
+            stack,
+            "engines",
+            ["rose_daemon.bench.gateway_engines", "--engines", options.engines, "--token-ms", options.token_ms],
+            stdout=asyncio.subprocess.PIPE,
+        )
+        assert engines.process.stdout is not None
+        line = await asyncio.wait_for(engines.process.stdout.readline(), _START_S)
+        if not line.startswith(b"ready "):
+            raise engines.failure()
+        urls = [f"http://127.0.0.1:{int(port)}" for port in line.split()[1:]]
+        port = free_port("127.0.0.1")
         config = options.directory / "rose.toml"
         config.write_text(
             f'[scheduler]\ncontrol = "ipc://{options.directory}/control"\ngateway_port = {port}\n'
             f'state_dir = "{options.directory}/state"\n'
         )
-        rose = [sys.executable, "-m", "rose.cli.main", "scheduler", "--config", str(config)]
-        rose += ["--log-level", "warning"]
-        scheduler = await spawn("scheduler", rose, options.directory / "scheduler.log", environ=os.environ)
-        urls = [f"http://127.0.0.1:{each}" for each in ports]
-        world = World(
-            f"http://127.0.0.1:{port}", urls, scheduler, [engines, scheduler], aiohttp.ClientSession()
-        )
-        try:
-            await self._register(world)
-        except BaseException:
-            await world.http.close()
-            for child in world.children:
-                await child.stop(5.0)
-            raise
+        rose = ["rose.cli.main", "scheduler", "--config", config, "--log-level", "warning"]
+        scheduler = await self._spawn(stack, "scheduler", rose)
+        http = await stack.enter_async_context(aiohttp.ClientSession())
+        world = World(f"http://127.0.0.1:{port}", urls, scheduler, engines, http)
+        await self._register(world)
         return world
 
-    async def _engines(self) -> tuple[Child, list[int]]:
-        options = self._options
-        command = [sys.executable, "-m", "rose_daemon.bench.gateway_engines"]
-        command += ["--engines", str(options.engines), "--token-ms", str(options.token_ms)]
-        log = options.directory / "engines.log"
-        child = await spawn("engines", command, log, environ=os.environ, stdout=asyncio.subprocess.PIPE)
-        assert child.process.stdout is not None
-        line = await asyncio.wait_for(child.process.stdout.readline(), _START_S)
-        if not line.startswith(b"ready "):
-            raise child.failure()
-        return child, [int(port) for port in line.split()[1:]]
+    async def _spawn(
+        self, stack: contextlib.AsyncExitStack, name: str, module: list[object], stdout: int | None = None
+    ) -> Child:
+        command = [sys.executable, "-m", *map(str, module)]
+        log = self._options.directory / f"{name}.log"
+        child = await spawn(name, command, log, environ=os.environ, stdout=stdout)
+        stack.push_async_callback(child.stop, 5.0)
+        return child
 
     async def _register(self, world: World) -> None:
         """The engines as workers, and a job on all of them."""
@@ -259,8 +263,17 @@ class GatewayBench:
         await until("the engines", eligible, _START_S)
 
 
-def _cpu_s(child: Child) -> float:
-    """User and system time of a process so far."""
+def _cpu_s(world: World) -> dict[str, float]:
+    """User and system time of each process so far."""
+    own = os.times()
+    return {
+        "scheduler": _child_cpu_s(world.scheduler),
+        "engines": _child_cpu_s(world.engine_process),
+        "client": own.user + own.system,
+    }
+
+
+def _child_cpu_s(child: Child) -> float:
     fields = Path(f"/proc/{child.process.pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / _CLOCK_TICKS
 

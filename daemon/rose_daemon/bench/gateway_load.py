@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Collection, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 import msgspec
@@ -29,6 +30,8 @@ class Figures:
 
     ttft_ms: list[float] = field(default_factory=list)
     tokens: int = 0
+    tokens_all: int = 0
+    """With those outside the measured time."""
     turns: int = 0
     elapsed_s: float = 0.0
     errors: int = 0
@@ -84,6 +87,7 @@ class Stream(asyncio.Protocol):
         if found and not self.tokens:
             self._first_s = time.perf_counter()
         self.tokens += found
+        self._figures.tokens_all += found
         if self._figures.counting:
             self._figures.tokens += found
         self._tail = seen[-(len(_TOKEN) - 1) :]
@@ -128,57 +132,70 @@ def request_of(url: str, ask: Ask, rng: random.Random, trajectory: str = "") -> 
 
 
 async def connect(url: str, figures: Figures) -> Stream:
-    """A connection to a gateway or an engine."""
+    """A connection to a gateway or an engine.  Raises EngineFailed."""
     parts = urlsplit(url)
     assert parts.hostname is not None, url
     assert parts.port is not None, url
     loop = asyncio.get_running_loop()
-    _, stream = await loop.create_connection(lambda: Stream(figures), parts.hostname, parts.port)
+    try:
+        _, stream = await loop.create_connection(lambda: Stream(figures), parts.hostname, parts.port)
+    except OSError as error:
+        raise EngineFailed(f"{url} takes no connection: {error.strerror or error}") from None
     return stream
 
 
 async def run_for(urls: Sequence[str], streams: int, ask: Ask, seconds: float, seed: int) -> Figures:
     """Keep `streams` turns going at a time, and count for so many seconds once they go.
 
-    Stream i asks `urls[i % len(urls)]`.
+    Stream i asks `urls[i % len(urls)]`.  Raises EngineFailed when nobody listens there any more.
     """
     figures = Figures(counting=False)
     rng = random.Random(seed)
-    tasks = [
-        asyncio.create_task(_stream(urls[number % len(urls)], ask, figures, f"{seed}-{number}", rng.random()))
+    async with _tasks(
+        _stream(urls[number % len(urls)], ask, figures, f"{seed}-{number}", rng.random())
         for number in range(streams)
-    ]
-    await asyncio.sleep(min(_WARM_UP_S, seconds))
-    figures.counting, began_s = True, time.perf_counter()
-    await asyncio.sleep(seconds)
-    figures.counting, figures.elapsed_s = False, time.perf_counter() - began_s
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    ) as tasks:
+        await _failing(tasks, min(_WARM_UP_S, seconds))
+        figures.counting, began_s = True, time.perf_counter()
+        await _failing(tasks, seconds)
+        figures.counting, figures.elapsed_s = False, time.perf_counter() - began_s
     return figures
 
 
 async def run_turns(urls: Sequence[str], streams: int, ask: Ask, turns: int, seed: int) -> Figures:
-    """Run so many turns in all, `streams` at a time."""
+    """Run so many turns in all, `streams` at a time.  Raises EngineFailed as `run_for`."""
     figures = Figures()
     rng = random.Random(seed)
     each, more = divmod(turns, streams)
     began_s = time.perf_counter()
-    await asyncio.gather(
-        *(
-            _stream(
-                urls[number % len(urls)],
-                ask,
-                figures,
-                f"{seed}-{number}",
-                rng.random(),
-                each + (number < more),
-            )
-            for number in range(streams)
+    async with _tasks(
+        _stream(
+            urls[number % len(urls)], ask, figures, f"{seed}-{number}", rng.random(), each + (number < more)
         )
-    )
+        for number in range(streams)
+    ) as tasks:
+        await _failing(tasks, None)
     figures.elapsed_s = time.perf_counter() - began_s
     return figures
+
+
+@contextlib.asynccontextmanager
+async def _tasks(work: Iterable[Coroutine[Any, Any, None]]) -> AsyncIterator[list[asyncio.Task[None]]]:
+    """Tasks that have all ended when the block is left, in whatever way."""
+    tasks = [asyncio.create_task(each) for each in work]
+    try:
+        yield tasks
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _failing(tasks: Collection[asyncio.Task[None]], seconds: float | None) -> None:
+    """Wait so long, or until all are done; raises what one of them raised."""
+    done, _ = await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
+    for task in done:
+        task.result()
 
 
 async def _stream(
@@ -205,17 +222,20 @@ async def _stream(
 
 
 async def hang_up(url: str, count: int, ask: Ask, *, at_once: int, within_s: float, seed: int) -> None:
-    """Begin `count` turns, and hang up on each at a random time."""
+    """Begin `count` turns, and hang up on each at a random time.  Raises EngineFailed as `run_for`."""
     rng = random.Random(seed)
     room = asyncio.Semaphore(at_once)
 
     async def one(number: int) -> None:
         async with room:
             connection = await connect(url, Figures())
-            asking = asyncio.ensure_future(connection.ask(request_of(url, ask, rng, f"gone-{seed}-{number}")))
-            await asyncio.wait({asking}, timeout=rng.uniform(0, within_s))
-            connection.close()
-            asking.cancel()
-            await asyncio.gather(asking, return_exceptions=True)
+            try:
+                asking = connection.ask(request_of(url, ask, rng, f"gone-{seed}-{number}"))
+                await asyncio.wait_for(asking, rng.uniform(0, within_s))
+            except (TimeoutError, EngineFailed):
+                return  # as meant; or the turn was refused, which its count tells
+            finally:
+                connection.close()
 
-    await asyncio.gather(*map(one, range(count)))
+    async with _tasks(map(one, range(count))) as tasks:
+        await _failing(tasks, None)

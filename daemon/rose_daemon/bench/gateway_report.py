@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,6 @@ def build(measured: Measured) -> dict[str, Any]:
     """The report; `ok` says whether everything that was promised holds, `goals` what was aimed at."""
     options = measured.options
     direct, through = _together(measured.direct), _together(measured.through)
-    tokens = sum(figures.tokens for figures in measured.through)
     knees = {
         name: _knee(found)
         for name, found in (("direct", measured.knee_direct), ("gateway", measured.knee_through))
@@ -54,8 +54,8 @@ def build(measured: Measured) -> dict[str, Any]:
             "duration_s": options.duration_s,
             "seed": options.seed,
         },
-        "direct": direct,
-        "gateway": through | {"cpu_us_per_chunk": rounded(measured.cpu_s * 1e6 / tokens if tokens else None)},
+        "direct": direct | {"cpu_us_per_chunk": _cpu(measured.direct, measured.cpu_direct_s)},
+        "gateway": through | {"cpu_us_per_chunk": _cpu(measured.through, measured.cpu_through_s)},
         "figures": figures,
         "goals": {
             name: {"goal": goal, "met": _meets(name, figures[name], goal)} for name, goal in GOALS.items()
@@ -70,6 +70,12 @@ def _meets(name: str, value: float | None, goal: float) -> bool | None:
     if value is None:
         return None
     return value >= goal if name.endswith("_ratio") else value <= goal
+
+
+def _cpu(runs: list[Figures], cpu_s: Mapping[str, float]) -> dict[str, float | None]:
+    """Microseconds that each process took for a chunk, its share of turns and all else included."""
+    chunks = sum(figures.tokens_all for figures in runs)
+    return {name: rounded(spent_s * 1e6 / chunks) if chunks else None for name, spent_s in cpu_s.items()}
 
 
 def _together(runs: list[Figures]) -> dict[str, Any]:
@@ -122,7 +128,9 @@ def show(report: dict[str, Any], console: Console) -> None:
             "-" if knee is None else f"{knee['chunks_per_s']:.0f}",
         )
     console.print(table)
-    console.print(f"CPU of the scheduler: {report['gateway']['cpu_us_per_chunk']} us a chunk")
+    for name in ("direct", "gateway"):
+        spent = ", ".join(f"{process} {us}" for process, us in report[name]["cpu_us_per_chunk"].items())
+        console.print(f"CPU a chunk, {name}, in us: {spent}")
     for name, goal in report["goals"].items():
         verdict = {True: "met", False: "missed", None: "not measured"}[goal["met"]]
         console.print(f"{name}: {report['figures'][name]} (goal {goal['goal']}: {verdict})")

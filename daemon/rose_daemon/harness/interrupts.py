@@ -37,6 +37,8 @@ class Interrupts:
             try:
                 return loop.run_until_complete(task)
             except asyncio.CancelledError:
+                if not self._count:
+                    raise  # nobody interrupted it: a fault, which is not to pass for one
                 return None
 
     def _on_signal(self, task: asyncio.Task[Any]) -> None:

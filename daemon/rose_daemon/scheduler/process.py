@@ -36,6 +36,7 @@ from rose_daemon.scheduler.dispatch import Dispatcher
 from rose_daemon.scheduler.driver import ClusterDriver, settings_of
 from rose_daemon.scheduler.export import ExportApi
 from rose_daemon.scheduler.fleet import FleetApi
+from rose_daemon.scheduler.forecasts import Forecasts
 from rose_daemon.scheduler.gateway import Gateway
 from rose_daemon.scheduler.jobs import JobDesk
 from rose_daemon.scheduler.nodes import NodeLink
@@ -102,6 +103,7 @@ class Scheduler:
             self.store.close()
             raise
         self.desk = JobDesk(self.store, self.driver.feed)
+        self.forecasts = Forecasts(self.desk, self.driver.machine)
         self.upstream = Upstream()
         self.dispatcher = Dispatcher(
             feed=self.driver.feed,
@@ -146,6 +148,7 @@ class Scheduler:
                 *WorkerApi(self.workers).routes(),
                 *ExportApi(self.desk, self.store).routes(),
                 *TextApi(self.desk, self.driver.machine.job_view, self.upstream.forward).routes(),
+                *self.forecasts.routes(),
             ],
             ControlApi(self.desk, sources),
             tokens=self._tokens,
@@ -222,6 +225,7 @@ class Scheduler:
             group.create_task(self.driver.run())
             group.create_task(self.dispatcher.keep_streams_alive())
             group.create_task(self.workers.run())
+            group.create_task(self.forecasts.run())
 
     def _job(self, job: JobId) -> dict[str, Any] | None:
         view = self.driver.machine.job_view(job)
