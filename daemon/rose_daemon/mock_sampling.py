@@ -14,7 +14,8 @@ from rose_daemon import mock_model
 
 _WITH_MEMORY = (
     "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "bad_words",
-    "structured_outputs", "response_format", "tools", "thinking_token_budget", "vllm_xargs",
+    "structured_outputs", "response_format", "tools", "thinking_token_budget", "vllm_xargs", "watermarking",
+    "repetition_detection",
 )  # fmt: skip
 _NEUTRAL: tuple[Any, ...] = (None, 0, 1, [], {}, {"type": "text"})
 

@@ -39,6 +39,7 @@ from rose.core.events import (
     NodeHeartbeat,
     NodeLeft,
     NodeRegistered,
+    ReplicaDistrusted,
     ReplicaDrainRequested,
     ReplicaReport,
     Tick,
@@ -241,6 +242,8 @@ class ClusterMachine:
                 self._apply(self._membership.leave(event), now_ns)
             case ReplicaDrainRequested():
                 self._apply(self._membership.drain(event, now_ns), now_ns)
+            case ReplicaDistrusted():
+                self._dispatcher.distrust(event)
             case _:
                 assert_never(event)
 
@@ -331,7 +334,7 @@ class ClusterMachine:
                 job.switching.usable(lease.replica, now_ns)
         self._effects.append(GrantLease(lease.node, lease.replica, lease.job, lease.lease))
         self._tell_step(job, lease.node)
-        self._dispatcher.touch(job.turns)
+        self._dispatcher.replica_leased(job.turns, lease.replica)
 
     def _unlease(self, lease: Lease, reason: str) -> None:
         """Carry out the end of a lease: its turns move."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import msgspec
 
-from rose.core.dispatch import JobTurns, Tally
+from rose.core.dispatch import JobTurns
 from rose.core.events import JobSubmitted
 from rose.core.membership import Replica
 from rose.core.placement import Lease
+from rose.core.suspension import Tally
 from rose.core.turns import TurnCounts
 from rose.core.versions import JobVersions
 from rose.units import JobId, NodeId, ReplicaId, TrajectoryId, WeightVersion

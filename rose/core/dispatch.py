@@ -13,6 +13,7 @@ from rose.core.cluster_settings import ClusterSettings
 from rose.core.effects import ClusterEffect, DispatchTurn, FailTurn, ForgetTrajectory, Say, StopTurn
 from rose.core.events import (
     JobPaused,
+    ReplicaDistrusted,
     TrajectoryEnded,
     TrajectoryPinned,
     TurnArrived,
@@ -24,6 +25,7 @@ from rose.core.events import (
 from rose.core.pins import Pins
 from rose.core.readings import NEVER
 from rose.core.routing import Pick, Router, Want
+from rose.core.suspension import SUSPENDED, Suspensions, Tally
 from rose.core.tokenmix import TokenMix
 from rose.core.turns import Turn, TurnCounts, TurnQueue
 from rose.core.versions import ANY_VERSION, JobVersions, VersionWish
@@ -44,19 +46,6 @@ class JobTurns:
     """A step's rollouts are under way, so that few turns left means its tail."""
     paused: bool = False
     """The client holds its turns back."""
-
-
-@dataclass(slots=True)
-class Tally:
-    """What ended on one replica since it came."""
-
-    turns_finished: int = 0
-    tokens: int = 0
-    """Tokens of all attempts."""
-    failures: int = 0
-    """Attempts in a row that failed here without a token."""
-    progress_open_ns: int = 0
-    """Its open-gate clock when it last produced a token of any turn, or began one."""
 
 
 class Dispatcher:
@@ -81,8 +70,7 @@ class Dispatcher:
         """Jobs whose queue may move."""
         self._sweep_ns = NEVER
         """When to look for stalled attempts next."""
-        self._suspended: dict[ReplicaId, tuple[JobId, int, bool]] = {}
-        """Replicas left out by the job that leases them, until when, and whether they hung."""
+        self._suspensions = Suspensions(settings)
         self.pins = Pins(settings.pins_max, settings.pin_ttl_ns)
         self._groups = Pins(settings.pins_max, settings.pin_ttl_ns)
         """Where each group ran last; the groups stand in for trajectories."""
@@ -94,8 +82,8 @@ class Dispatcher:
         """The latest instant for the next `tick`, or NEVER."""
         pins_ns = self.pins.next_deadline_ns()
         wakes = (job.queue.wake_ns for job in self._jobs.values())
-        suspensions = (until_ns for _, until_ns, _ in self._suspended.values())
-        return min(NEVER if pins_ns is None else pins_ns, self._sweep_ns, *wakes, *suspensions)
+        paused_ns = self._suspensions.next_deadline_ns()
+        return min(NEVER if pins_ns is None else pins_ns, self._sweep_ns, paused_ns, *wakes)
 
     # ---- jobs and replicas -------------------------------------------------------------------------
 
@@ -124,7 +112,17 @@ class Dispatcher:
         self._forget(self.pins.drop_replica(replica))
         self._groups.drop_replica(replica)
         del self.tallies[replica]
-        self._suspended.pop(replica, None)
+        self._suspensions.forget(replica)
+
+    def replica_leased(self, job: JobTurns, replica: ReplicaId) -> None:
+        """The job may use it from now on."""
+        if self._suspensions.tried_again(replica, self.tallies[replica]):
+            job.router.throttle(replica, 1)
+        self.touch(job)
+
+    def distrust(self, event: ReplicaDistrusted) -> None:
+        """The replica was left out before the scheduler was restarted."""
+        self._suspensions.distrust(event.replica)
 
     def pause(self, job: JobTurns, event: JobPaused) -> None:
         """Hold the job's turns back, or let them go on."""
@@ -253,13 +251,10 @@ class Dispatcher:
             if now_ns >= job.queue.wake_ns:
                 job.queue.wake()
                 self.touch(job)
-        for replica, (name, until_ns, hung) in list(self._suspended.items()):
-            if now_ns >= until_ns:
-                del self._suspended[replica]
-                if (suspending := self._jobs.get(name)) is not None:
-                    # One turn finds out whether a hung engine works again, as it costs each its patience.
-                    suspending.router.throttle(replica, 1 if hung else None)
-                    self.touch(suspending)
+        for over in self._suspensions.pop_over(now_ns):
+            if (suspending := self._jobs.get(over.job)) is not None:
+                suspending.router.throttle(over.replica, over.most)
+                self.touch(suspending)
 
     # ---- inside ------------------------------------------------------------------------------------
 
@@ -295,37 +290,18 @@ class Dispatcher:
         self._sweep_ns = now_ns + self._settings.turn_stall_ns // 8 if self.counts.in_flight else NEVER
 
     def _works(self, replica: ReplicaId, name: JobId) -> None:
-        """Tokens came from the replica: whatever was wrong is over."""
-        tally = self.tallies[replica]
-        if tally.failures:
-            tally.failures = 0
-            if replica not in self._suspended:
-                self._jobs[name].router.throttle(replica, None)
-                self.touch(self._jobs[name])
+        """Tokens came from the replica."""
+        if self._suspensions.works(replica, self.tallies[replica]):
+            self._jobs[name].router.throttle(replica, None)
+            self.touch(self._jobs[name])
 
     def _failed_on(self, replica: ReplicaId, name: JobId, now_ns: int, *, hung: bool = False) -> None:
-        """An attempt failed on a replica without a token: leave it out if that is all it does.
-
-        A replica that fails at once is always the least loaded one, and would draw turn after turn.  One
-        that is `hung` has produced nothing for any turn, whatever its health says: that once is enough.
-        """
-        if replica in self._suspended:
-            return  # sent before that: it was one fault that ended them all
-        tally = self.tallies[replica]
-        tally.failures = max(tally.failures + 1, self._settings.failures_max if hung else 0)
-        excess = tally.failures - self._settings.failures_max
-        if excess < 0:
+        """An attempt failed on a replica without a token: leave it out if that is all it does."""
+        how = self._suspensions.failed(replica, name, self.tallies[replica], now_ns, hung=hung)
+        if how is None:
             return
-        pause_ns = min(self._settings.suspension_max_ns, self._settings.suspension_ns << min(excess, 16))
-        if excess == 0:
-            how = (
-                "nothing comes from it"
-                if hung
-                else f"{tally.failures} attempts in a row failed without a token"
-            )
-            text = f"{how}: no turns for a while"
-            self._effects.append(Say("warning", "replica_suspended", text, replica))
-        self._suspended[replica] = (name, now_ns + pause_ns, hung)
+        if how:
+            self._effects.append(Say("warning", SUSPENDED, f"{how}: no turns for a while", replica))
         self._jobs[name].router.throttle(replica, 0)
 
     def _shun(self, turn: Turn, now_ns: int) -> None:

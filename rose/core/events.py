@@ -435,10 +435,16 @@ class ReplicaDrainRequested(Event, frozen=True):
     """As it was before the scheduler's restart: the replica may not be there yet."""
 
 
+class ReplicaDistrusted(Event, frozen=True):
+    """Its attempts only failed before the scheduler's restart: one turn at a time finds out whether it works."""
+
+    replica: ReplicaId
+
+
 ClusterTurnEvent = (
     TrajectoryPinned | TrajectoryEnded | TurnArrived | TurnProgressed | TurnFinished | TurnInterrupted
     | TurnRefused | TurnCancelled
 )  # fmt: skip
-ClusterNodeEvent = NodeRegistered | NodeHeartbeat | NodeLeft | ReplicaDrainRequested
+ClusterNodeEvent = NodeRegistered | NodeHeartbeat | NodeLeft | ReplicaDrainRequested | ReplicaDistrusted
 ClusterJobEvent = JobSubmitted | JobEnded | JobPaused | JobStepBegan | JobStepEnded | VersionPublished
 ClusterEvent = Tick | ClusterTurnEvent | ClusterNodeEvent | ClusterJobEvent

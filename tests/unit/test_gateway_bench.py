@@ -46,7 +46,7 @@ def measured(**changes: object) -> gateway.Measured:
     ]
     made.knee_through = [
         (32, figures(3200, [12.0])),
-        (256, figures(20_000, [21.0])),
+        (256, figures(20_000, [20.0])),
         (512, figures(22_000, [80.0])),
     ]
     made.memory = [(0, 100), (50, 200), (100, 202)]
@@ -74,6 +74,14 @@ def test_the_report_compares_both_ways() -> None:
     assert met == dict.fromkeys(met, True) | {"added_ttft_p50_ms": False}
     assert (report["ok"], report["exit_code"]) == (True, 0)
     json.dumps(report)
+
+
+def test_a_machine_too_busy_for_any_load_has_no_knee() -> None:
+    late = gateway_report.build(measured(knee_through=steps((32, 3200, 90.0))))
+    assert late["knees"]["gateway"]["chunks_per_s"] == late["figures"]["knee_ratio"] == 0
+    assert not late["goals"]["knee_ratio"]["met"]
+    nothing = gateway_report.build(measured(knee_direct=steps((32, 3200, 90.0))))
+    assert nothing["figures"]["knee_ratio"] is None
 
 
 def test_a_turn_left_over_is_a_failure() -> None:
@@ -118,14 +126,12 @@ async def test_it_runs_small(tmp_path: Path) -> None:
     assert report["gateway"]["cpu_us_per_chunk"]["scheduler"] > 0
 
 
-@pytest.mark.parametrize("phase", ["starting", "round 1", "knee: 32 streams, through", "memory", "clients"])
+@pytest.mark.parametrize("phase", ["starting", "round 1", "clients hang up"])
 def test_an_interrupt_ends_it_in_order(tmp_path: Path, phase: str) -> None:
-    """In every phase: no traceback, exit code 130, nothing left running."""
+    """Whatever it was at: no traceback, exit code 130, nothing left running."""
     command = [sys.executable, "-m", "rose.cli.main", "bench", "gateway", "--out", str(tmp_path / "out")]
     command += ["--streams", "4", "--engines", "2", "--token-ms", "2", "--rounds", "1", "--duration", "1"]
-    command += ["--turns", "40", "--disconnects", "400"]
-    if phase in ("memory", "clients"):
-        command += ["--no-knee"]
+    command += ["--turns", "40", "--disconnects", "400", "--no-knee"]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ
     ) as process:

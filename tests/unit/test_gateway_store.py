@@ -22,10 +22,13 @@ from rose.core.events import (
     ReplicaDrainRequested,
     ReplicaReport,
     Tick,
+    TurnArrived,
     TurnFinished,
+    TurnInterrupted,
+    TurnProgressed,
 )
 from rose.errors import RoseError
-from rose.units import JobId, NodeId, ReplicaId, TurnId, WeightVersion
+from rose.units import JobId, NodeId, ReplicaId, TrajectoryId, TurnId, WeightVersion
 
 JOB = JobId("walk")
 REPORT = ReplicaReport(ReplicaId("r"), "dedicated", "ready", "http://h", "m", WeightVersion(0))
@@ -168,16 +171,21 @@ def test_a_file_of_the_release_before_is_taken_over(tmp_path: Path) -> None:
         store.close()
 
 
+def restarted(state_dir: Path) -> tuple[Store, ClusterDriver]:
+    """A scheduler's store and driver, restored."""
+    store = Store(state_dir)
+    driver = ClusterDriver(ClusterSettings(), store, Telemetry(dict))
+    driver.connect(lambda _: None, lambda _: None)
+    driver.restore()
+    return store, driver
+
+
 def test_an_operator_s_drain_survives_the_scheduler(tmp_path: Path) -> None:
     """A replica that was taken out of use takes no turns after a restart, whenever it comes back."""
     node = NodeRegistered(NodeId("n"), "s", (REPORT,))
 
     def started() -> tuple[Store, ClusterDriver]:
-        store = Store(tmp_path)
-        driver = ClusterDriver(ClusterSettings(), store, Telemetry(dict))
-        driver.connect(lambda _: None, lambda _: None)
-        driver.restore()
-        return store, driver
+        return restarted(tmp_path)
 
     def takes_turns(driver: ClusterDriver) -> bool:
         driver.feed(JobSubmitted(JOB, "m", 1, 0))
@@ -199,3 +207,57 @@ def test_an_operator_s_drain_survives_the_scheduler(tmp_path: Path) -> None:
     store, driver = started()
     assert takes_turns(driver)
     store.close()
+
+
+def test_a_restart_does_not_trust_what_was_left_out(tmp_path: Path) -> None:
+    """Nor does a second one, until tokens have come from it; others of its name's beginning are not meant."""
+    reports = tuple(msgspec.structs.replace(REPORT, replica=ReplicaId(name)) for name in ("r", "r-2"))
+    store, driver = restarted(tmp_path)
+    store.put_job(JobRecord(JobSubmitted(JOB, "m", 2, 0)))
+
+    def at_once(driver: ClusterDriver) -> dict[str, int]:
+        """Turns that each replica runs of eight that come."""
+        driver.feed(NodeRegistered(NodeId("n"), "s", reports))
+        for number in range(8):
+            turn = TurnId(f"{store.boot}-{number}")
+            driver.feed(TurnArrived(turn, JOB, TrajectoryId(turn), 10, 10))
+        return {view.replica: view.turns_in_flight for view in driver.machine.view(0).replicas}
+
+    def fails(driver: ClusterDriver, times: int) -> None:
+        for _ in range(times):
+            (turn, *_) = driver.machine._dispatcher._jobs[JOB].router.turns_on(ReplicaId("r"))
+            driver.feed(TurnInterrupted(turn, ReplicaId("r"), "engine_status_500", 0, 0, failed=True))
+
+    store.close()
+    store, driver = restarted(tmp_path)
+    assert at_once(driver) == {"r": 4, "r-2": 4}
+    fails(driver, 3)
+    for _ in range(2):
+        store.close()
+        store, driver = restarted(tmp_path)
+        assert at_once(driver) == {"r": 1, "r-2": 7}
+        (probe,) = driver.machine._dispatcher._jobs[JOB].router.turns_on(ReplicaId("r"))
+    driver.feed(TurnProgressed(probe, ReplicaId("r"), 1))
+    store.close()
+    store, driver = restarted(tmp_path)
+    assert at_once(driver) == {"r": 4, "r-2": 4}
+    store.close()
+
+
+def test_a_checkpoint_needs_no_writer_and_makes_no_file(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    store.record(1, Tick(), [])
+    store.flush_journal()
+    log = tmp_path / "scheduler.sqlite3-wal"
+    assert log.stat().st_size > 0
+    before = (tmp_path / "scheduler.sqlite3").read_bytes()
+    store.checkpoint()
+    assert (tmp_path / "scheduler.sqlite3").read_bytes() != before
+    store.record(2, Tick(), [])
+    store.flush_journal()
+    assert [row.now_ns for row in store.journal(store.boot)] == [1, 2]
+    store.close()
+    for file in tmp_path.iterdir():
+        file.unlink()
+    store.checkpoint()
+    assert list(tmp_path.iterdir()) == []

@@ -28,11 +28,13 @@ def build(measured: Measured) -> dict[str, Any]:
     options = measured.options
     direct, through = _together(measured.direct), _together(measured.through)
     knees = {
-        name: _knee(found)
+        name: _knee(found, measured.idle_ms)
         for name, found in (("direct", measured.knee_direct), ("gateway", measured.knee_through))
     }
     alone, behind = knees["direct"], knees["gateway"]
-    knee_ratio = behind["chunks_per_s"] / alone["chunks_per_s"] if alone and behind else None
+    knee_ratio = None
+    if alone and behind and alone["chunks_per_s"]:
+        knee_ratio = behind["chunks_per_s"] / alone["chunks_per_s"]
     first, last = measured.memory[len(measured.memory) // 2][1], measured.memory[-1][1]
     figures: dict[str, float | None] = {
         "throughput_ratio": rounded(through["tokens_per_s"] / direct["tokens_per_s"], 4),
@@ -91,11 +93,10 @@ def _together(runs: list[Figures]) -> dict[str, Any]:
     }
 
 
-def _knee(found: list[tuple[int, Figures]]) -> dict[str, Any] | None:
-    """The most chunks a second at which first tokens still come in time."""
+def _knee(found: list[tuple[int, Figures]], idle_ms: float) -> dict[str, Any] | None:
+    """The most chunks a second at which first tokens still come in time; 0 if they never do."""
     if not found:
         return None
-    idle_ms = min(p99(figures) for _, figures in found)
     steps = [
         {
             "streams": streams,
@@ -105,7 +106,8 @@ def _knee(found: list[tuple[int, Figures]]) -> dict[str, Any] | None:
         for streams, figures in found
     ]
     within = [step for step in steps if step["added_ttft_p99_ms"] <= KNEE_TTFT_MS]
-    best = max(within, key=lambda step: step["chunks_per_s"])
+    none: dict[str, float] = {"chunks_per_s": 0.0, "streams": 0}
+    best = max(within, key=lambda step: step["chunks_per_s"], default=none)
     return {"chunks_per_s": best["chunks_per_s"], "streams": best["streams"], "steps": steps}
 
 

@@ -227,9 +227,8 @@ class Dispatcher:
     def _take(self, turn: Turn, attempt: Attempt, pieces: list[Piece]) -> None:
         if turn.attempt is not attempt:
             return  # stopped while its last chunk was on the way
-        tokens = sum(piece.tokens for piece in pieces)
         now_s = time.monotonic()
-        turn.add(pieces, now_s)
+        tokens = turn.add(pieces, now_s)
         if not tokens:
             return
         if (report := self._replica(attempt.replica)) is not None:

@@ -28,6 +28,7 @@ from rose.core.events import (
     JobPaused,
     JobStepBegan,
     JobStepEnded,
+    ReplicaDistrusted,
     ReplicaDrainRequested,
     Tick,
     VersionPublished,
@@ -106,6 +107,8 @@ class ClusterDriver:
                     self.feed(JobStepEnded(job, record.rl_step))
         for replica in self._store.drains():
             self.feed(ReplicaDrainRequested(replica, drain=True, restored=True))
+        for replica in self._store.suspended():
+            self.feed(ReplicaDistrusted(replica))
         for pin in self._store.pins():
             self.feed(pin)
 

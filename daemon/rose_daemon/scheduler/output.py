@@ -36,8 +36,11 @@ class TokenLogprob(NamedTuple):
     top: tuple[Alternative, ...]
 
 
-class Piece(msgspec.Struct):
-    """New output of one choice."""
+class Piece(msgspec.Struct, gc=False):
+    """New output of one choice.
+
+    There are as many as tokens; as they can be part of no cycle, the garbage collector need not know them.
+    """
 
     index: int = 0
     text: str = ""
@@ -48,11 +51,6 @@ class Piece(msgspec.Struct):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     prompt_token_ids: list[int] | None = None
-
-    @property
-    def tokens(self) -> int:
-        """How many; of an engine that shows no ids only whether there were any."""
-        return len(self.token_ids) or bool(self.text)
 
 
 class Choice(msgspec.Struct):
@@ -67,21 +65,22 @@ class Choice(msgspec.Struct):
     stop_reason: int | str | None = None
     prompt_token_ids: list[int] | None = None
 
-    def add(self, piece: Piece) -> None:
-        """Append a piece."""
-        self.text += piece.text
-        self.token_ids += piece.token_ids
-        if piece.logprobs is not None:
-            self.logprobs = self.logprobs or []
-            self.logprobs += piece.logprobs
-        if piece.extra:
-            self.reasoning += piece.extra.get("reasoning") or ""
-            for call in piece.extra.get("tool_calls") or ():
-                _merge_tool_call(self.tool_calls, call)
-        if piece.finish_reason is not None:
-            self.finish_reason, self.stop_reason = piece.finish_reason, piece.stop_reason
-        if piece.prompt_token_ids is not None:
-            self.prompt_token_ids = piece.prompt_token_ids
+    def add(self, *pieces: Piece) -> None:
+        """Append pieces."""
+        self.text += "".join([piece.text for piece in pieces])
+        for piece in pieces:
+            self.token_ids += piece.token_ids
+            if piece.logprobs is not None:
+                self.logprobs = self.logprobs or []
+                self.logprobs += piece.logprobs
+            if piece.extra:
+                self.reasoning += piece.extra.get("reasoning") or ""
+                for call in piece.extra.get("tool_calls") or ():
+                    _merge_tool_call(self.tool_calls, call)
+            if piece.finish_reason is not None:
+                self.finish_reason, self.stop_reason = piece.finish_reason, piece.stop_reason
+            if piece.prompt_token_ids is not None:
+                self.prompt_token_ids = piece.prompt_token_ids
 
 
 class AttemptRecord(msgspec.Struct, frozen=True):

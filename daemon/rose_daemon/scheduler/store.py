@@ -7,6 +7,7 @@ fails, jobs cannot be changed (the call raises); answers and journal rows are dr
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import sqlite3
@@ -18,8 +19,17 @@ from typing import Any, NamedTuple
 import msgspec
 import structlog
 
-from rose.core.effects import ClusterEffect, DispatchTurn
-from rose.core.events import ClusterEvent, JobSubmitted, TrajectoryPinned, TurnArrived
+from rose.core.effects import ClusterEffect, DispatchTurn, Say
+from rose.core.events import (
+    ClusterEvent,
+    JobSubmitted,
+    ReplicaDistrusted,
+    TrajectoryPinned,
+    TurnArrived,
+    TurnFinished,
+    TurnProgressed,
+)
+from rose.core.suspension import SUSPENDED
 from rose.errors import RoseError
 from rose.units import JobId, ReplicaId, TrajectoryId, TurnId, WeightVersion
 from rose_daemon.scheduler.output import Answer
@@ -29,6 +39,9 @@ ANSWERS_MAX = 20_000
 ANSWERS_BYTES_MAX = 256 << 20
 JOURNAL_ROWS_MAX = 200_000
 PINS_RESTORED_MAX = 10_000
+
+_WAL_PAGES_MAX = 16_000
+"""Beyond so many (64 MB) a write checkpoints by itself: `checkpoint` has not kept up."""
 
 log = structlog.get_logger()
 
@@ -104,7 +117,7 @@ class Store:
     """
 
     def __init__(self, state_dir: Path) -> None:
-        path = state_dir / "scheduler.sqlite3"
+        path = self._path = state_dir / "scheduler.sqlite3"
         self._lock: int | None = None
         try:
             state_dir.mkdir(parents=True, exist_ok=True)
@@ -112,6 +125,7 @@ class Store:
             self._db = sqlite3.connect(path, isolation_level=None)
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=NORMAL")
+            self._db.execute(f"PRAGMA wal_autocheckpoint={_WAL_PAGES_MAX}")
             self._db.execute("PRAGMA busy_timeout=2000")
             self._check_schema(path)
             self._db.executescript(_TABLES)
@@ -317,6 +331,19 @@ class Store:
         self._failing = False
         return dropped
 
+    def checkpoint(self) -> None:
+        """Move what is in the write-ahead log to the database file, which waits for the disk.
+
+        May be called from another thread, meanwhile writing goes on.  A disk that fails is met by the next
+        write.
+        """
+        existing = f"{self._path.absolute().as_uri()}?mode=rw"
+        with (
+            contextlib.suppress(sqlite3.Error),
+            contextlib.closing(sqlite3.connect(existing, uri=True, isolation_level=None)) as db,
+        ):
+            db.execute("PRAGMA wal_checkpoint(PASSIVE)")
+
     def _note_failure(self, error: sqlite3.OperationalError) -> None:
         """One line when writing begins to fail, not one for each write."""
         if not self._failing:
@@ -346,6 +373,36 @@ class Store:
                     where.pop(key, None)  # so that the most recent one stands last
                     where[key] = effect.replica
         return [TrajectoryPinned(*key, replica) for key, replica in where.items()][-pins_max:]
+
+    def suspended(self) -> list[ReplicaId]:
+        """Replicas that the run of the scheduler before this one had left out, and had no token from since."""
+        (before,) = self._db.execute("SELECT max(boot) FROM journal WHERE boot<?", (self.boot,)).fetchone()
+        rows = self._db.execute(
+            "SELECT seq, event, effects FROM journal WHERE boot=?"
+            " AND (instr(event, ?) OR instr(effects, ?)) ORDER BY seq",
+            (before, b"ReplicaDistrusted", SUSPENDED.encode()),
+        )
+        since: dict[ReplicaId, int] = {}
+        for seq, event_blob, effects_blob in rows:
+            event = msgspec.msgpack.decode(event_blob, type=ClusterEvent)
+            if isinstance(event, ReplicaDistrusted):
+                since[event.replica] = seq
+            for effect in msgspec.msgpack.decode(effects_blob, type=list[ClusterEffect]):
+                if isinstance(effect, Say) and effect.code == SUSPENDED:
+                    since[ReplicaId(effect.subject)] = seq
+        return [replica for replica, seq in since.items() if not self._worked(before, replica, seq)]
+
+    def _worked(self, boot: int, replica: ReplicaId, after: int) -> bool:
+        """Whether tokens came from a replica after that row."""
+        rows = self._db.execute(
+            "SELECT event FROM journal WHERE boot=? AND seq>? AND instr(event, ?)"
+            " AND (instr(event, ?) OR instr(event, ?))",
+            (boot, after, replica.encode(), b"TurnProgressed", b"TurnFinished"),
+        )
+        events = (msgspec.msgpack.decode(blob, type=ClusterEvent) for (blob,) in rows)
+        return any(
+            isinstance(event, TurnProgressed | TurnFinished) and event.replica == replica for event in events
+        )
 
     def boots(self) -> list[int]:
         """Runs of the scheduler that the journal still knows, oldest first."""

@@ -104,14 +104,16 @@ class Follower:
 
     def _news(self) -> bytes:
         """Events of the pieces that have not been shown yet."""
-        turn = self._turn
-        pieces = turn.pieces[self._shown :]
-        if not pieces:
+        turn, first = self._turn, self._shown
+        pieces = turn.pieces
+        if first == len(pieces):
             return b""
         turn.shown = True
-        self._shown += len(pieces)
+        self._shown = len(pieces)
         version = turn.version
-        return b"".join([self._writer.events(piece, version) for piece in pieces])
+        if first + 1 == len(pieces):  # as nearly always
+            return self._writer.events(pieces[first], version)
+        return b"".join([self._writer.events(piece, version) for piece in pieces[first:]])
 
 
 async def replay(http: web.Request, request: Request, answer: Answer) -> web.StreamResponse:

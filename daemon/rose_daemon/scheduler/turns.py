@@ -79,8 +79,11 @@ class Turn:
         self.model = model
         self.request = request
         self.arrived_s = now_s
-        self.choices = [Choice() for _ in range(request.choices)]
         self.pieces: list[Piece] = []
+        """All output that may be shown."""
+        self._choices = [Choice() for _ in range(request.choices)]
+        self._folded = 0
+        """How many of the pieces are in the choices."""
         self._opening: dict[int, Piece] = {}
         self.silent: list[int] = []
         """Tokens that came without text."""
@@ -100,6 +103,19 @@ class Turn:
         self._changed: asyncio.Event | None = None
         self.listeners: list[Callable[[], None]] = []
         """Called at once when something changed."""
+
+    @property
+    def choices(self) -> list[Choice]:
+        """The output of each choice.  Put together when asked for, so that a token costs the same in a turn
+        of any length."""
+        if self._folded < len(self.pieces):
+            fresh: dict[int, list[Piece]] = {}
+            for piece in self.pieces[self._folded :]:
+                fresh.setdefault(piece.index, []).append(piece)
+            for index, pieces in fresh.items():
+                self._choices[index].add(*pieces)
+            self._folded = len(self.pieces)
+        return self._choices
 
     @property
     def token_count(self) -> int:
@@ -136,14 +152,19 @@ class Turn:
         # An engine that parses its output shows us parts, from which its text cannot be continued.
         return "parsed_output" if choice.tool_calls or choice.reasoning else ""
 
-    def add(self, pieces: Iterable[Piece], now_s: float) -> None:
-        """Take in new output and wake the readers."""
+    def add(self, pieces: Iterable[Piece], now_s: float) -> int:
+        """Take in new output and wake the readers; how many tokens it holds."""
+        tokens = 0
         for piece in pieces:
-            self.choices[piece.index].add(piece)
-            if piece.token_ids and not piece.text:
+            count = len(piece.token_ids)
+            if piece.text:
+                tokens += count or 1  # of an engine that shows no ids only whether there were any
+            elif count:
+                tokens += count
                 self.silent.extend(piece.token_ids)
             self._publish(piece)
         self._wake(now_s)
+        return tokens
 
     def _publish(self, piece: Piece) -> None:
         """Show a piece; one that only opens a choice (role, prompt ids) waits for its first output.
@@ -153,11 +174,10 @@ class Turn:
         if self._opening and (opening := self._opening.pop(piece.index, None)) is not None:
             piece.extra = opening.extra | piece.extra
             piece.prompt_token_ids = piece.prompt_token_ids or opening.prompt_token_ids
-        empty = not piece.token_ids and not piece.text and piece.finish_reason is None
-        if empty and not piece.extra.keys() - {"role"}:
-            self._opening[piece.index] = piece
-        else:
+        if piece.token_ids or piece.text or piece.finish_reason is not None or piece.extra.keys() - {"role"}:
             self.pieces.append(piece)
+        else:
+            self._opening[piece.index] = piece
 
     def close_attempt(self, end: str) -> None:
         """Record how the present attempt ended."""
@@ -185,8 +205,9 @@ class Turn:
     def forget_output(self) -> None:
         """Begin again from the prompt; only for output that no client has seen."""
         assert not self.shown, f"{self.key} was shown to its client"
-        self.choices = [Choice() for _ in range(self.request.choices)]
         self.pieces.clear()
+        self._choices = [Choice() for _ in range(self.request.choices)]
+        self._folded = 0
         self._opening.clear()
         self.silent.clear()
         self.weight_versions.clear()

@@ -264,22 +264,23 @@ class _Progress:
                 self.end = _stream_error(error.error)
                 break
             found += pieces
-            if any(self._note(piece) for piece in pieces):
+            for piece in pieces:
+                self._note(piece)
+            if self.end is not None:
                 break
         return found
 
-    def _note(self, piece: Piece) -> bool:
-        """Keep account of a piece; whether it ends the stream.  Raises Garbage."""
+    def _note(self, piece: Piece) -> None:
+        """Keep account of a piece, which may end the stream.  Raises Garbage."""
         if not 0 <= piece.index < self._choices:
             raise Garbage("a choice that was not asked for")
         if piece.finish_reason is None:
-            return False
-        if piece.finish_reason != ABORTED:
+            return
+        if piece.finish_reason == ABORTED:
+            self.end = Interrupted(str(piece.stop_reason or "aborted_by_engine"), failed=False)
+            piece.finish_reason = piece.stop_reason = None
+        else:
             self._open.discard(piece.index)
-            return False
-        self.end = Interrupted(str(piece.stop_reason or "aborted_by_engine"), failed=False)
-        piece.finish_reason = piece.stop_reason = None
-        return True
 
 
 def _stream_error(error: dict[str, Any]) -> AttemptEnd:
