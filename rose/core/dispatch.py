@@ -46,6 +46,8 @@ class JobTurns:
     """A step's rollouts are under way, so that few turns left means its tail."""
     paused: bool = False
     """The client holds its turns back."""
+    tokens_ended: int = 0
+    """Of attempts that have ended."""
 
 
 class Dispatcher:

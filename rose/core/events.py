@@ -436,7 +436,7 @@ class ReplicaDrainRequested(Event, frozen=True):
 
 
 class ReplicaDistrusted(Event, frozen=True):
-    """Its attempts only failed before the scheduler's restart: one turn at a time finds out whether it works."""
+    """Its attempts only failed before the scheduler's restart: one turn at a time tries it again."""
 
     replica: ReplicaId
 

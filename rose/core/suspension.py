@@ -81,9 +81,7 @@ class Suspensions:
         if excess:
             return ""
         return (
-            "nothing comes from it"
-            if hung
-            else f"{tally.failures} attempts in a row failed without a token"
+            "nothing comes from it" if hung else f"{tally.failures} attempts in a row failed without a token"
         )
 
     def works(self, replica: ReplicaId, tally: Tally) -> bool:

@@ -21,6 +21,7 @@ from typing import Any
 
 import aiohttp
 import msgspec
+import numpy as np
 import pytest
 from gateway_world import expected, until
 from rose_daemon import mock_model
@@ -32,6 +33,8 @@ from rose import wire
 from rose.cli.control import ask
 from rose.client import Job
 from rose.core.events import TurnFinished
+from rose.weights import tensorfile
+from rose.weights.bits import Bits
 
 HERE = Path(__file__).parent
 TURNS, TOKENS = 2, 12
@@ -49,13 +52,22 @@ class Fleet:
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         model = base / "model"
         model.mkdir()
-        shape = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64, "num_hidden_layers": 2}
+        shape = {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "hidden_size": 64,
+            "num_hidden_layers": 2,
+        }
         (model / "config.json").write_text(json.dumps({**shape, "torch_dtype": "bfloat16"}))
+        words = Bits("BF16", (4,), np.zeros(4, "<u2"))
+        (model / "model.safetensors").write_bytes(tensorfile.encode({"norm.weight": words}, {}))
         replicas = "".join(
-            f'[[replicas]]\nid = "ded-{number}"\nkind = "dedicated"\nmodel = "{model}"\n' for number in range(3)
+            f'[[replicas]]\nid = "ded-{number}"\nkind = "dedicated"\nmodel = "{model}"\n'
+            for number in range(3)
         )
         (base / "rose.toml").write_text(
-            f'[node]\nstate_dir = "{base}/node"\nrun_dir = "{run_dir}"\ncontrol_socket = "{run_dir}/rosed.sock"\n'
+            f'[node]\nstate_dir = "{base}/node"\nrun_dir = "{run_dir}"\n'
+            f'control_socket = "{run_dir}/rosed.sock"\n'
             f'engine_stop_grace_s = 4\nrestart_backoff_s = 0.2\n[serving]\nurl = ""\n'
             f'[scheduler]\ncontrol = "ipc://{run_dir}/control"\ngateway_port = {self.port}\n'
             f'state_dir = "{base}/scheduler"\n[relay]\nurl = "http://127.0.0.1:{free_port("127.0.0.1")}"\n{replicas}'
@@ -214,9 +226,7 @@ async def _round(fleet: Fleet, clients: Clients, victim: str) -> None:
     await clients.to_engines("/mock/v1/stall", {"on": True})
     before = await clients.tokens()
     agents = asyncio.gather(
-        *(
-            clients.trajectory(f"{victim}-{number}", stream=number % 2 == 0) for number in range(TRAJECTORIES)
-        )
+        *(clients.trajectory(f"{victim}-{number}", stream=number % 2 == 0) for number in range(TRAJECTORIES))
     )
     try:
 

@@ -749,5 +749,5 @@ def test_what_a_job_may_use_now(cluster: Scheduler) -> None:
     cluster.beat(opp={"gate_open": False})
     assert cluster.machine.capacity(J) == (16, 0, 1, 14)
     cluster.beat(ded={"state": "failed"})
-    assert cluster.machine.capacity(J) == (0, 0, 0, 14)
+    assert cluster.machine.capacity(J) == (0, 0, 1, 14)
     assert cluster.machine.capacity(JobId("nobody")) is None

@@ -48,7 +48,9 @@ def test_a_short_history_promises_less_and_none_promises_only_what_can_be() -> N
     for count in (0, 1, 12, 30, 60, 130, 720):
         found = estimate(series[720 - count :], 12, 96)
         coverages.append(found.coverage)
-        assert found.expected is None or (found.high is not None and found.low <= found.expected <= found.high)
+        assert found.expected is None or (
+            found.high is not None and found.low <= found.expected <= found.high
+        )
     assert estimate([], 12, 96) == Estimate(None, 0.0, 96, 1.0)
     assert coverages[:4] == [1.0, 1.0, 1.0, 1.0]  # bounds
     assert coverages[4] < coverages[5] <= coverages[6] == COVERAGE

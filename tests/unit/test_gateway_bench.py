@@ -9,7 +9,6 @@ import random
 import signal
 import subprocess
 import sys
-from collections import Counter
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -21,9 +20,7 @@ from rose.errors import EngineFailed
 
 
 def figures(tokens: int, ttft: list[float], seconds: float = 1.0) -> Figures:
-    return Figures(
-        ttft_ms=ttft, tokens=tokens, tokens_all=2 * tokens, turns=len(ttft), elapsed_s=seconds
-    )
+    return Figures(ttft_ms=ttft, tokens=tokens, tokens_all=2 * tokens, turns=len(ttft), elapsed_s=seconds)
 
 
 LEFT_OVER = ("in_flight", "queued", "running_on_engines", "cancelled", "unaccounted")
@@ -37,8 +34,8 @@ def measured(**changes: object) -> gateway.Measured:
     made = gateway.Measured(gateway.GatewayOptions(Path("x")), datetime.now(UTC))
     made.direct = [figures(6400, [10.0, 11.0])]
     made.through = [figures(6000, [12.0, 14.0])]
-    made.cpu_direct_s = Counter(scheduler=0.0, engines=0.064, client=0.128)
-    made.cpu_through_s = Counter(scheduler=0.3, engines=0.06, client=0.12)
+    made.cpu_direct_s = {"scheduler": 0.0, "engines": 0.064, "client": 0.128}
+    made.cpu_through_s = {"scheduler": 0.3, "engines": 0.06, "client": 0.12}
     made.knee_direct = [
         (32, figures(3200, [10.0])),
         (512, figures(40_000, [15.0])),

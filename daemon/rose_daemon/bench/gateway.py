@@ -11,7 +11,6 @@ import contextlib
 import os
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -72,9 +71,9 @@ class Measured:
     started_at: datetime
     direct: list[Figures] = field(default_factory=list)
     through: list[Figures] = field(default_factory=list)
-    cpu_direct_s: Counter[str] = field(default_factory=Counter)
+    cpu_direct_s: dict[str, float] = field(default_factory=dict)
     """Processor time of each process while the load went directly to the engines."""
-    cpu_through_s: Counter[str] = field(default_factory=Counter)
+    cpu_through_s: dict[str, float] = field(default_factory=dict)
     """And while it went through the gateway."""
     knee_direct: list[tuple[int, Figures]] = field(default_factory=list)
     knee_through: list[tuple[int, Figures]] = field(default_factory=list)
@@ -120,9 +119,11 @@ class GatewayBench:
             )
             for urls, found, cpu_s in (direct, through) if number % 2 == 0 else (through, direct):
                 before_s = _cpu_s(world)
-                figures = await run_for(urls, options.streams, Ask(), options.duration_s, options.seed + number)
+                figures = await run_for(
+                    urls, options.streams, Ask(), options.duration_s, options.seed + number
+                )
                 for name, now_s in _cpu_s(world).items():
-                    cpu_s[name] += now_s - before_s[name]
+                    cpu_s[name] = cpu_s.get(name, 0.0) + now_s - before_s[name]
                 found.append(figures)
                 await self._quiet(world)
 
@@ -214,7 +215,13 @@ class GatewayBench:
         engines = await self._spawn(
             stack,
             "engines",
-            ["rose_daemon.bench.gateway_engines", "--engines", options.engines, "--token-ms", options.token_ms],
+            [
+                "rose_daemon.bench.gateway_engines",
+                "--engines",
+                options.engines,
+                "--token-ms",
+                options.token_ms,
+            ],
             stdout=asyncio.subprocess.PIPE,
         )
         assert engines.process.stdout is not None

@@ -1,4 +1,4 @@
-"""GET /rose/v1/jobs/{job}/forecast: what capacity a job may expect, from samples of this run of the scheduler."""
+"""GET /rose/v1/jobs/{job}/forecast: what a job may expect, by what this run of the scheduler saw."""
 
 from __future__ import annotations
 

@@ -375,7 +375,7 @@ class Store:
         return [TrajectoryPinned(*key, replica) for key, replica in where.items()][-pins_max:]
 
     def suspended(self) -> list[ReplicaId]:
-        """Replicas that the run of the scheduler before this one had left out, and had no token from since."""
+        """Replicas that the run of the scheduler before this one left out, and had no token from since."""
         (before,) = self._db.execute("SELECT max(boot) FROM journal WHERE boot<?", (self.boot,)).fetchone()
         rows = self._db.execute(
             "SELECT seq, event, effects FROM journal WHERE boot=?"
