@@ -68,6 +68,7 @@ _SUMMARY = {
     "uninstall": "Take them away again, and put back what was found.",
     "token": "Make a token for a user of the gateway or the relay.",
     "sim": "Run or reproduce experiments in the simulator.",
+    "replay": "Say what other policies would have decided on a rosed's journal.",
 }
 """One line a command, here so that help need not import the commands."""
 

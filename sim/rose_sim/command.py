@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
+from rose.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rose_sim.measured import Measured
+
 app = typer.Typer(rich_markup_mode=None, add_completion=False, no_args_is_help=True)
 
 Json = Annotated[Path | None, typer.Option("--json", help="Write the report here; `-` for standard output.")]
+Png = Annotated[Path | None, typer.Option("--png", help="Draw the report here (extra `plot`).")]
 Html = Annotated[Path | None, typer.Option("--html", help="Write a report with plots here.")]
 
 # The modules that simulate take a second to import: not for --help.
@@ -33,6 +39,7 @@ def run(
     ] = False,
     json_file: Json = None,
     html_file: Html = None,
+    png_file: Png = None,
 ) -> None:
     """Run a scenario and show what each system did."""
     from rose_sim.reports import run_report, show_run, write_json  # noqa: PLC0415
@@ -44,6 +51,10 @@ def run(
         from rose_sim.html import run_page  # noqa: PLC0415
 
         html_file.write_text(run_page(report), encoding="utf-8")
+    if png_file is not None:
+        from rose_sim.png import draw_run  # noqa: PLC0415
+
+        draw_run(report, png_file)
     if str(json_file) != "-":
         show_run(report, Console(highlight=False))
 
@@ -56,6 +67,7 @@ def reproduce(
     seed: Annotated[int, typer.Option(help="Of load and episodes.")] = 1,
     json_file: Json = None,
     html_file: Html = None,
+    png_file: Png = None,
 ) -> None:
     """Compare the simulator with the paper's figures, row by row.
 
@@ -71,6 +83,10 @@ def reproduce(
         from rose_sim.html import reproduction_page  # noqa: PLC0415
 
         html_file.write_text(reproduction_page(report), encoding="utf-8")
+    if png_file is not None:
+        from rose_sim.png import draw_reproduction  # noqa: PLC0415
+
+        draw_reproduction(report, png_file)
     if str(json_file) != "-":
         show_reproduction(report, Console(highlight=False))
     raise typer.Exit(0 if report["ok"] else 1)
@@ -132,6 +148,71 @@ def sweep(
         write_json(json_file, report)
     if str(json_file) != "-":
         show_sweep(report, Console(highlight=False))
+
+
+Former = Annotated[
+    Path, typer.Option("--from", help="measured.json of `rose bench coserve`, or the report.json beside it.")
+]
+Rounds = Annotated[str, typer.Option(help="Only these rounds, comma-separated; default: all.")]
+
+
+@app.command()
+def calibrate(
+    former: Former,
+    rounds: Rounds = "",
+    out: Annotated[Path, typer.Option(help="Where the calibration goes.")] = Path("calibration.json"),
+) -> None:
+    """Fit the cost model to a measured run: step times, the API server, the cost of sharing a core."""
+    from rose_sim import calibration  # noqa: PLC0415
+    from rose_sim.coserving import with_turnaround  # noqa: PLC0415
+    from rose_sim.measured import ROLLOUT_ALONE  # noqa: PLC0415
+    from rose_sim.reports import show_calibration  # noqa: PLC0415
+
+    measured = _measured(former, rounds)
+    found = calibration.calibrate(measured, former)
+    found = with_turnaround(found, measured.of(ROLLOUT_ALONE), measured.options)
+    calibration.write(out, found)
+    console = Console(highlight=False)
+    show_calibration(found, console)
+    console.print(f"calibration: {out}", soft_wrap=True)
+
+
+@app.command()
+def fidelity(
+    former: Former,
+    calibration: Annotated[Path, typer.Option(help="From `rose sim calibrate`, of another run or rounds.")],
+    rounds: Rounds = "",
+    seed: Annotated[int, typer.Option(help="Of the time in the API server.")] = 1,
+    json_file: Json = None,
+) -> None:
+    """Predict a measured run from what was sent in it, and hold the prediction against what was measured.
+
+    Exit code 1 when a figure lies outside its tolerance: p50 of TTFT and TPOT 15%, p99 the measured bootstrap
+    interval or 30%, rollout throughput 10%.
+    """
+    from rose_sim.calibration import read  # noqa: PLC0415
+    from rose_sim.fidelity import fidelity as compare  # noqa: PLC0415
+    from rose_sim.reports import show_fidelity, write_json  # noqa: PLC0415
+
+    report = compare(read(calibration), _measured(former, rounds), former, seed)
+    if json_file is not None:
+        write_json(json_file, report)
+    if str(json_file) != "-":
+        show_fidelity(report, Console(highlight=False))
+    raise typer.Exit(0 if report["ok"] else 1)
+
+
+def _measured(path: Path, rounds: str) -> Measured:
+    from rose_sim.measured import read_measured  # noqa: PLC0415
+
+    measured = read_measured(path)
+    if not rounds:
+        return measured
+    try:
+        numbers = {int(part) for part in rounds.split(",")}
+    except ValueError:
+        raise ConfigError(f"--rounds: {rounds!r} is not a comma-separated list of numbers") from None
+    return measured.rounds(numbers)
 
 
 @app.command()

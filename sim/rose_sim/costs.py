@@ -55,18 +55,18 @@ class StepCost(msgspec.Struct, frozen=True):
     def scaled(self, *, prefill: float = 1.0, decode: float = 1.0) -> StepCost:
         """Steps take this many times as long; the host's overhead stays."""
         return StepCost(
-            base=_exact(self.base * prefill),
-            token=_exact(self.token * prefill),
-            attention=_exact(self.attention * prefill),
-            floor=_exact(self.floor * decode),
-            batch=tuple(_exact(value * decode) for value in self.batch),
-            context=tuple(_exact(value * decode) for value in self.context),
+            base=exact(self.base * prefill),
+            token=exact(self.token * prefill),
+            attention=exact(self.attention * prefill),
+            floor=exact(self.floor * decode),
+            batch=tuple(exact(value * decode) for value in self.batch),
+            context=tuple(exact(value * decode) for value in self.context),
             overhead=self.overhead,
         )
 
 
-def _exact(value_ps: float) -> int:
-    """The nearest multiple of four, at least four."""
+def exact(value_ps: float) -> int:
+    """A coefficient: the nearest multiple of four picoseconds, at least four."""
     return max(4, 4 * round(value_ps / 4))
 
 
@@ -87,12 +87,12 @@ def step_cost(model: ModelShape, gpu: Gpu, tp: int) -> StepCost:
     kv = memory * model.kv_bytes_per_token / reference.kv_bytes_per_token
     communication = _all_reduce_ps(model, gpu, tp) - _all_reduce_ps(reference, known, profile.tp) * gemm
     return StepCost(
-        base=_exact(cost.base * model.layers / reference.layers),
-        token=_exact(cost.token * gemm + communication),
-        attention=_exact(cost.attention * attention),
-        floor=_exact(cost.floor * weights),
-        batch=tuple(_exact(value * weights) for value in cost.batch),
-        context=tuple(_exact(value * kv) for value in cost.context),
+        base=exact(cost.base * model.layers / reference.layers),
+        token=exact(cost.token * gemm + communication),
+        attention=exact(cost.attention * attention),
+        floor=exact(cost.floor * weights),
+        batch=tuple(exact(value * weights) for value in cost.batch),
+        context=tuple(exact(value * kv) for value in cost.context),
     )
 
 

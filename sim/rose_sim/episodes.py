@@ -5,7 +5,7 @@ Every system that is compared on a scenario plays the same episodes.
 
 from __future__ import annotations
 
-from math import ceil, exp
+from math import ceil, exp, floor
 from typing import NamedTuple
 
 import numpy as np
@@ -13,6 +13,9 @@ from numpy.typing import NDArray
 
 from rose_sim.loop import PS_PER_S, stream
 from rose_sim.scenario import Rl, Scenario, Trajectories
+
+FIRST, SECOND = "first", "second"
+"""Names of the two tasks that a scenario may have."""
 
 
 class TurnPlan(NamedTuple):
@@ -37,15 +40,19 @@ class Episode:
         "prompt",
         "reset_ps",
         "started_ps",
+        "task",
         "turns",
     )
 
-    def __init__(self, name: str, group: int, prompt: int, reset_ps: int, turns: list[TurnPlan]) -> None:
+    def __init__(
+        self, name: str, group: int, prompt: int, reset_ps: int, turns: list[TurnPlan], task: str = FIRST
+    ) -> None:
         self.id = name
         self.group = group
         self.prompt = prompt
         self.reset_ps = reset_ps
         self.turns = turns
+        self.task = task
         self.context = prompt
         self.next_turn = 0
         self.started_ps = -1
@@ -87,17 +94,24 @@ def draw(scenario: Scenario, step: int) -> Batch:
         useful = [False] * count
         for index in rng.permutation(count)[: rl.groups].tolist():
             useful[index] = True
-    episodes = _episodes(scenario, step, count * rl.group_size, rng)
     size = rl.group_size
+    episodes = _episodes(scenario, scenario.trajectories, FIRST, step, count * size, rng)
     groups = [episodes[index * size : (index + 1) * size] for index in range(count)]
+    if scenario.second_task is not None:
+        own = stream(scenario.seed, "episodes", SECOND, step)
+        others = _episodes(scenario, scenario.second_task, SECOND, step, count * size, own)
+        for index in range(count):  # spread evenly over the batch
+            if floor((index + 1) * rl.second_share) > floor(index * rl.second_share):
+                groups[index] = others[index * size : (index + 1) * size]
     for number, group in enumerate(groups):
         for episode in group:
             episode.group = number
     return Batch(groups, useful, rl.groups)
 
 
-def _episodes(scenario: Scenario, step: int, count: int, rng: np.random.Generator) -> list[Episode]:
-    shape = scenario.trajectories
+def _episodes(
+    scenario: Scenario, shape: Trajectories, task: str, step: int, count: int, rng: np.random.Generator
+) -> list[Episode]:
     turns = np.clip(
         np.rint(_lognormal(rng, shape.turns_median, shape.turns_sigma, count)), 1, shape.turns_max
     )
@@ -117,8 +131,8 @@ def _episodes(scenario: Scenario, step: int, count: int, rng: np.random.Generato
     ):
         own = [next(plans) for _ in range(length)]
         fitted = _fitted(own, shape, scenario.rollout.context_tokens_max)
-        name = f"s{step}-{number}"
-        found.append(Episode(name, 0, shape.prompt_tokens, reset_us * (PS_PER_S // 1_000_000), fitted))
+        name = f"s{step}-{number}" if task == FIRST else f"s{step}-{task}-{number}"
+        found.append(Episode(name, 0, shape.prompt_tokens, reset_us * (PS_PER_S // 1_000_000), fitted, task))
     return found
 
 

@@ -41,6 +41,7 @@ from rose.core.events import (
 from rose.errors import RoseError
 from rose.units import NS_PER_S, JobId, NodeId, ReplicaId, TrajectoryId, TurnId, WeightVersion
 from rose_sim.engine import Engine
+from rose_sim.hardware import Gpu
 from rose_sim.loop import PS_PER_MS, PS_PER_S, Loop
 from rose_sim.steps import Request
 
@@ -59,6 +60,11 @@ class Replica:
         self.engine = engine
         self.borrowed = borrowed
         self.up = True
+        self.silent = False
+        """The network lets nothing of its node through."""
+        self.gpu: Gpu | None = None
+        self.hardware = ""
+        """What its GPUs are rich in, in a pool of more than one kind."""
         self.version = 0
         self.reports = 0
         self.gate_open: Callable[[], bool] = lambda: True
@@ -78,6 +84,7 @@ class Replica:
             kv_used_tokens=self.engine.kv.used,
             serving_kv_used_share=self.serving_kv_share() if self.borrowed else None,
             device=str(self.id) if self.borrowed else "",
+            hardware=self.hardware,
         )
 
 
@@ -101,7 +108,14 @@ class Turn:
 class Fleet:
     """Replicas, the machine that routes to them, and the turns on their way."""
 
-    def __init__(self, loop: Loop, *, affinity: bool, on_turn: Callable[[Turn, int], None]) -> None:
+    def __init__(
+        self,
+        loop: Loop,
+        *,
+        affinity: bool,
+        hardware_affinity: bool,
+        on_turn: Callable[[Turn, int], None],
+    ) -> None:
         self.loop = loop
         self.replicas: dict[ReplicaId, Replica] = {}
         self.turns: dict[TurnId, Turn] = {}
@@ -111,6 +125,7 @@ class Fleet:
         self._oldest = self._required = 0
         self._leased: dict[ReplicaId, None] = {}
         self._affinity = affinity
+        self._hardware_affinity = hardware_affinity
         self._on_turn = on_turn
         self._events: deque[ClusterEvent] = deque()
         self._stepping = False
@@ -173,11 +188,12 @@ class Fleet:
         """Rollouts are complete."""
         self._step(JobStepEnded(JOB, step))
 
-    def send(self, turn: Turn, trajectory: str) -> None:
-        """An episode asks for a turn."""
+    def send(self, turn: Turn, trajectory: str, task: str) -> None:
+        """An episode asks for a turn; `task` is the kind of work it is."""
         self.turns[turn.id] = turn
-        pinned = trajectory if self._affinity else str(turn.id)
-        self._step(TurnArrived(turn.id, JOB, TrajectoryId(pinned), turn.prompt, turn.output))
+        pinned = TrajectoryId(trajectory if self._affinity else str(turn.id))
+        kind = task if self._hardware_affinity else ""
+        self._step(TurnArrived(turn.id, JOB, pinned, turn.prompt, turn.output, task=kind))
 
     def cancel(self, turn: Turn) -> None:
         """Nobody wants the turn any more."""
@@ -201,14 +217,14 @@ class Fleet:
         del self.turns[turn.id]
         self._on_turn(turn, now_ps)
 
-    def interrupt(self, request: Request, tokens: int, reason: str) -> None:
-        """An engine ended an attempt early, with `tokens` tokens of it kept."""
+    def interrupt(self, request: Request, tokens: int, reason: str, *, failed: bool = False) -> None:
+        """An engine ended an attempt early, with `tokens` tokens of it kept; `failed`: it does not answer."""
         turn = request.owner
         assert isinstance(turn, Turn)
         assert turn.replica is not None
         replica, turn.replica, turn.request = turn.replica, None, None
         turn.done += tokens
-        self._step(TurnInterrupted(turn.id, replica.id, reason, tokens, turn.attempt))
+        self._step(TurnInterrupted(turn.id, replica.id, reason, tokens, turn.attempt, failed))
         self.loop.after(300 * PS_PER_MS, self._tick)
 
     def take_down(self, replica: Replica, reason: str) -> None:
@@ -232,7 +248,9 @@ class Fleet:
         self.on_room()
 
     def tell(self, replica: Replica) -> None:
-        """The replica's node reports."""
+        """The replica's node reports, if the network lets it."""
+        if replica.silent:
+            return
         replica.reports += 1
         self._step(NodeHeartbeat(replica.node, "sim", replica.reports, (replica.report(),)))
 
@@ -283,7 +301,9 @@ class Fleet:
         trajectory = effect.turn.rpartition("/")[0]
         request = Request(turn.prompt + turn.done, turn.output - turn.done, key=trajectory, owner=turn)
         turn.attempt, turn.replica, turn.request = effect.attempt, replica, request
-        if not replica.engine.submit(request):
+        if not replica.up:
+            self.interrupt(request, 0, "engine_exited", failed=True)  # nobody has heard yet
+        elif not replica.engine.submit(request):
             self.interrupt(request, 0, "rose:over_budget")
 
     def _stop(self, effect: StopTurn) -> None:

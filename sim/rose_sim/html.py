@@ -116,19 +116,17 @@ def run_page(report: dict[str, Any]) -> str:
     ]  # fmt: skip
     trained = {name: found for name, found in systems.items() if found["steps"]}
     ends = {name: _cdf(found["steps"][0]["finish_s"]) for name, found in trained.items()}
-    hours = {
-        name: [(minute / 60, share) for minute, share in enumerate(found["timeline"]["serving_busy"])]
-        for name, found in systems.items()
-    }
-    tokens = {
-        name: [(minute / 60, each) for minute, each in enumerate(found["timeline"]["rollout_tokens_per_s"])]
-        for name, found in trained.items()
-    }
+    hours = {name: _by_hour(found["timeline"]["serving_busy"]) for name, found in systems.items()}
+    tokens = {name: _by_hour(found["timeline"]["rollout_tokens_per_s"]) for name, found in trained.items()}
+    gates = {name: _by_hour(found["timeline"]["gate_open"]) for name, found in systems.items()}
+    lent = {name: _by_hour(found["timeline"]["lent_memory_gb"]) for name, found in systems.items()}
     body = table(("system", "traj/s", "rollout s", "alloc", "TTFT p99", "TPOT p99", "SLO"), rows)
     body += bars("Throughput", {name: found["throughput"] for name, found in trained.items()}, "traj/s")
     body += bars("Rollout time", {name: found["rollout_s"] for name, found in trained.items()}, "s")
     body += lines("Trajectories ended in the first step", ends, "seconds of rollout", "share")
     body += lines("Serving engines at work", hours, "hours", "share")
+    body += lines("Rollout gate open", gates, "hours", "share")
+    body += lines("KV memory of rollout on serving GPUs", lent, "hours", "GB")
     body += lines("Rollout", tokens, "hours", "tokens/s")
     return page(f"rose sim run: {report['scenario']['name']}", body)
 
@@ -145,7 +143,18 @@ def reproduction_page(report: dict[str, Any]) -> str:
     body = table(("figure", "target", "found", "tolerance", "kind", "", "why it misses"), rows)
     body += "<h2>Fitted inputs</h2>"
     body += table(("input", "value"), [[name, f"{value:g}"] for name, value in report["fitted"].items()])
+    if report["sensitivity"]:
+        body += "<h2>Sensitivity: each fitted input 20% lower and higher</h2>"
+        rows = [
+            [row["ratio"], row["input"], *(f"{row[key]:.3f}" for key in ("low", "base", "high"))]
+            for row in report["sensitivity"]
+        ]
+        body += table(("ratio", "input", "-20%", "base", "+20%"), rows)
     return page("rose sim reproduce", body)
+
+
+def _by_hour(minutes: Sequence[float]) -> list[tuple[float, float]]:
+    return [(minute / 60, value) for minute, value in enumerate(minutes)]
 
 
 def _cdf(values: Sequence[float]) -> list[tuple[float, float]]:

@@ -102,7 +102,7 @@ class Player:
         turn = Turn(f"{episode.id}/{episode.next_turn}", episode.context, plan.output, episode)
         self._live[episode.id] = turn
         self.turns_sent += 1
-        self.fleet.send(turn, episode.id)
+        self.fleet.send(turn, episode.id, episode.task)
 
     def answered(self, turn: Turn, now_ps: int) -> None:
         """For the fleet: a turn is complete."""

@@ -18,7 +18,8 @@ class Recorder:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._busy = self._tokens = 0
+        self._busy = self._tokens = self._opened = 0
+        self._gates: list[float] = []
         self._shares: list[float] = []
         self._rates: list[float] = []
         self._lent: list[float] = []
@@ -26,7 +27,7 @@ class Recorder:
 
     def read(self) -> Timeline:
         """What was sampled so far."""
-        return Timeline(self._shares, self._rates, self._lent)
+        return Timeline(self._shares, self._gates, self._rates, self._lent)
 
     def _sample(self, _now_ps: int, _: object) -> None:
         world = self._world
@@ -37,6 +38,9 @@ class Recorder:
         self._rates.append(round((tokens - self._tokens) / 60, 3))
         lent = 0
         if world.system.shares_serving:
+            opened = sum(device.opened_ps() for device in world.devices)
+            self._gates.append(round((opened - self._opened) / (PERIOD_PS * count), 6))
+            self._opened = opened
             lent = sum(each.engine.kv.used for each in world.elastic) * world.rollout_model.kv_bytes_per_token
         self._lent.append(round(lent / 1e9, 3))
         self._busy, self._tokens = busy, tokens

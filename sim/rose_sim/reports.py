@@ -6,12 +6,14 @@ import resource
 import sys
 import time
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from rose_sim.calibration import Calibration
 from rose_sim.results import Outcome
 from rose_sim.scenario import read
 from rose_sim.systems import get
@@ -153,6 +155,54 @@ def show_sweep(report: dict[str, Any], console: Console) -> None:
             "ok" if row["slo_ok"] else "broken",
         )
     console.print(table)
+    _footer(report, console)
+
+
+def show_calibration(found: Calibration, console: Console) -> None:
+    """What was fitted."""
+    for name, cost in (("serving", found.serving), ("rollout", found.rollout)):
+        console.print(
+            f"{name}: prefill {cost.base / 1e9:.2f} ms + {cost.token / 1e6:.1f} us a token, "
+            f"decode {cost.batch[1] / 1e9:.2f} ms (1) to {cost.batch[16] / 1e9:.2f} ms (16 requests), "
+            f"{cost.overhead / 1e9:.2f} ms between steps; median error {found.errors[name]:.1%}"
+        )
+    console.print(f"rollout clients ask again after {found.turnaround_ms:.1f} ms")
+    table = Table(
+        "mode", "way in ms", "way out ms", "wake ms", "serving x", "rollout x",
+        caption="medians; x: how many times longer prefills and decodes take while the other engine works",
+    )  # fmt: skip
+    for mode, fit in found.modes.items():
+        table.add_row(
+            mode,
+            f"{median(fit.api_in_ms):.2f}",
+            f"{median(fit.api_out_ms):.2f}",
+            f"{fit.wake_ms:.2f}",
+            f"{fit.serving.prefill:.2f} / {fit.serving.decode:.2f}",
+            f"{fit.rollout.prefill:.2f} / {fit.rollout.decode:.2f}",
+        )
+    console.print(table)
+
+
+def show_fidelity(report: dict[str, Any], console: Console) -> None:
+    """Measured and predicted figures, and each miss by name."""
+    table = Table("mode", "figure", "measured", "predicted", "off by", "wanted", "")
+    for row in report["rows"]:
+        table.add_row(
+            row["mode"],
+            row["figure"],
+            f"{row['measured']:.4g}",
+            f"{row['predicted']:.4g}",
+            f"{row['predicted'] / row['measured'] - 1:+.0%}" if row["measured"] else "-",
+            f"{row['low']:.4g} to {row['high']:.4g}",
+            "ok" if row["ok"] else "MISS",
+        )
+    console.print(table)
+    misses = [f"{row['mode']}: {row['figure']}" for row in report["rows"] if not row["ok"]]
+    console.print(f"{len(report['rows']) - len(misses)} of {len(report['rows'])} figures within tolerance")
+    for miss in misses:
+        console.print(f"  missed: {miss}")
+    for mode in report["left_out"]:
+        console.print(f"  not predicted: {mode}")
     _footer(report, console)
 
 

@@ -28,6 +28,8 @@ class Timeline(msgspec.Struct, frozen=True):
 
     serving_busy: list[float]
     """Mean share of the minute that serving engines worked."""
+    gate_open: list[float]
+    """Mean share of the minute for which rollout was let run on serving GPUs; empty where none shares."""
     rollout_tokens_per_s: list[float]
     lent_memory_gb: list[float]
     """KV memory in use by rollout engines on serving GPUs, at the minute's end."""
@@ -57,6 +59,8 @@ class Outcome(msgspec.Struct, kw_only=True):
     serving_bandwidth_share: float
     gate_open_share: float
     kv_cuts: int
+    faults: dict[str, int]
+    """What went wrong on purpose."""
     turns: dict[str, int]
     turns_sent: int
     prefix_hit_share: float
@@ -108,6 +112,7 @@ def collect(world: World) -> Outcome:
         serving_bandwidth_share=moved / peak,
         gate_open_share=_mean([share / span_ps for share in gates]),
         kv_cuts=sum(device.cuts for device in world.devices),
+        faults=dict(world.faults.counts),
         turns={name: getattr(counts, name) for name in counts.__struct_fields__},
         turns_sent=0 if world.job is None else world.job.player.turns_sent,
         prefix_hit_share=cached / (cached + computed) if cached + computed else 0.0,

@@ -36,6 +36,10 @@ class Serving(_Part, frozen=True, kw_only=True):
     """`generated`, or the path of a trace (see `rose_sim.traces`)."""
     step_tokens_max: int = 8192
     requests_max: int = 256
+    prefill_gpus: int = 0
+    """Of `gpus`, those that only prefill and hand the KV over to the others; 0: every engine does both."""
+    handover_gb_s: float = 25.0
+    """At which KV goes from a prefill to a decode engine: half of a 400 Gbps link (ours)."""
 
     @property
     def instances(self) -> int:
@@ -58,6 +62,9 @@ class Rollout(_Part, frozen=True, kw_only=True):
     token_cap: int = 512
     margin_ms: float = 5.0
     gate_mode: Literal["strict", "slack", "open"] = "strict"
+    mixed_gpu: str = ""
+    """Kind of further dedicated GPUs, beside those of the scenario's kind (RollArt's mixed pool)."""
+    mixed_gpus: int = 0
 
     @property
     def replica_cap(self) -> int:
@@ -80,6 +87,8 @@ class Rl(_Part, frozen=True, kw_only=True):
     """DAPO: most trajectories generated in a step, over the batch."""
     training_gpus: int = 0
     reward_s: float = 0.01
+    second_share: float = 0.0
+    """Share of the groups that are of the second task."""
 
 
 class Trajectories(_Part, frozen=True, kw_only=True):
@@ -118,6 +127,26 @@ class Network(_Part, frozen=True, kw_only=True):
     """Decay of the early density, in steps."""
 
 
+class Faults(_Part, frozen=True, kw_only=True):
+    """What goes wrong, as rates; swarm testing: each seed has some kinds of fault and not others."""
+
+    swarm: bool = False
+    """The seed chooses which of the kinds below happen at all (each with probability 1/2)."""
+    crashes_per_hour: float = 0.0
+    """Of a rollout engine: its turns and KV are lost, and it is back after `restart_s`."""
+    restart_s: float = 60.0
+    partitions_per_hour: float = 0.0
+    """Of a node: the scheduler hears nothing of it for `partition_s`, while its engine goes on."""
+    partition_s: float = 20.0
+    reclaims_per_hour: float = 0.0
+    """Of a serving GPU: its operator takes KV memory back from rollout."""
+
+    @property
+    def any(self) -> bool:
+        """Whether anything can go wrong."""
+        return self.crashes_per_hour + self.partitions_per_hour + self.reclaims_per_hour > 0
+
+
 class Scenario(_Part, frozen=True, kw_only=True):
     """One experiment: the same load and episodes for every system named."""
 
@@ -132,7 +161,10 @@ class Scenario(_Part, frozen=True, kw_only=True):
     rollout: Rollout
     rl: Rl
     trajectories: Trajectories
+    second_task: Trajectories | None = None
+    """Shape of the second task's episodes."""
     network: Network = Network()
+    faults: Faults = Faults()
 
     def __post_init__(self) -> None:
         checks = (
@@ -158,6 +190,26 @@ class Scenario(_Part, frozen=True, kw_only=True):
                 "trajectories.prompt_tokens",
                 0 < self.trajectories.prompt_tokens < self.rollout.context_tokens_max,
             ),
+            (
+                "serving.prefill_gpus",
+                0 <= self.serving.prefill_gpus < max(1, self.serving.gpus)
+                and self.serving.prefill_gpus % max(1, self.serving.tp) == 0,
+            ),
+            ("serving.handover_gb_s", self.serving.handover_gb_s > 0),
+            (
+                "rollout.mixed_gpus",
+                self.rollout.mixed_gpus >= 0
+                and bool(self.rollout.mixed_gpus) == bool(self.rollout.mixed_gpu),
+            ),
+            (
+                "rl.second_share",
+                0 <= self.rl.second_share <= 1 and (self.second_task is not None or not self.rl.second_share),
+            ),
+            ("faults.crashes_per_hour", self.faults.crashes_per_hour >= 0),
+            ("faults.partitions_per_hour", self.faults.partitions_per_hour >= 0),
+            ("faults.reclaims_per_hour", self.faults.reclaims_per_hour >= 0),
+            ("faults.restart_s", self.faults.restart_s > 0),
+            ("faults.partition_s", self.faults.partition_s > 0),
             ("network.gbps", self.network.gbps > 0),
             ("network.density", 0 < self.network.density <= 1),
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -78,15 +79,20 @@ class ServingLoad:
         self.arrived += 1
         index = number % len(self._at_ps)
         request = Request(self._prompts[index], self._outputs[index], owner=number)
-        device = self._choose(self.devices, number)
-        self._owner[number] = (device, self._came_ps(number))
+        self._send(request, self.devices, self._came_ps(number))
+        self._next()
+
+    def _send(self, request: Request, devices: list[Sharing], came_ps: int) -> None:
+        number = request.owner
+        assert isinstance(number, int)
+        device = self._choose(devices, number)
+        self._owner[number] = (device, came_ps)
         device.arriving(request)
         if not device.serving.submit(request):
             raise AssertionError(
                 f"serving request of {request.prompt} + {request.output} tokens fits nowhere"
             )
         device.arrived(request)
-        self._next()
 
     def first_token(self, request: Request, now_ps: int) -> None:
         """For the engines: a first token."""
@@ -108,3 +114,73 @@ class ServingLoad:
     def in_flight(self) -> int:
         """Requests not complete yet."""
         return len(self._owner)
+
+
+class HandOver(NamedTuple):
+    """What is left of a request after its prefill."""
+
+    rest: Request
+    came_ps: int
+
+
+class DisaggregatedLoad(ServingLoad):
+    """The same with prefill and decode on engines of their own (the paper's serving cluster).
+
+    A prefill engine gives the first token; the KV of the prompt then goes over the wire, and a decode engine
+    gives the rest.  TPOT contains that hand-over.
+    """
+
+    def __init__(
+        self,
+        loop: Loop,
+        devices: list[Sharing],
+        trace: Trace,
+        choose: Choose,
+        period_ps: int,
+        *,
+        prefilling: int,
+        token_ps: int,
+    ) -> None:
+        """The first `prefilling` devices prefill; handing a token's KV over takes `token_ps`."""
+        self._prefillers, self._decoders = devices[:prefilling], devices[prefilling:]
+        self._token_ps = token_ps
+        self._firsts_ps: dict[int, int] = {}
+        """When requests that were prefilled got their first token."""
+        self._tokens: dict[int, int] = {}
+        super().__init__(loop, devices, trace, choose, period_ps)
+
+    def _send(self, request: Request, devices: list[Sharing], came_ps: int) -> None:
+        assert isinstance(request.owner, int)
+        self._tokens[request.owner] = request.output
+        prefill = Request(request.prompt, 1, owner=request.owner)
+        super()._send(prefill, self._prefillers, came_ps)
+
+    def first_token(self, request: Request, now_ps: int) -> None:
+        """For the engines: a first token, or the first of a decode engine."""
+        assert isinstance(request.owner, int)
+        if request.owner in self._firsts_ps:
+            self._owner[request.owner][0].first_token(request)
+        else:
+            self._firsts_ps[request.owner] = now_ps
+            super().first_token(request, now_ps)
+
+    def finished(self, request: Request, now_ps: int) -> None:
+        """For the engines: a prefill or an answer is complete."""
+        number = request.owner
+        assert isinstance(number, int)
+        device, came_ps = self._owner[number]
+        device.finished(request)
+        output = self._tokens[number]
+        if request.kept == 0 and output > 1:
+            # The first token is part of what the decode engine reads; its KV is the one to be computed.
+            rest = Request(request.prompt + 1, output - 1, owner=number)
+            rest.kept = request.prompt
+            self.loop.after(request.prompt * self._token_ps, self._handed_over, HandOver(rest, came_ps))
+            return
+        if output > 1:
+            self.tpot_ms.append((now_ps - self._firsts_ps[number]) / (output - 1) / PS_PER_MS)
+        del self._owner[number], self._firsts_ps[number], self._tokens[number]
+
+    def _handed_over(self, _now_ps: int, handed: object) -> None:
+        assert isinstance(handed, HandOver)
+        super()._send(handed.rest, self._decoders, handed.came_ps)

@@ -63,7 +63,7 @@ def answer(question: Question) -> dict[str, Any]:
     notes = list(trace.notes)
     if trace.span_ns < question.hours * HOUR_S * 1e9 * 0.95:
         notes.append(f"the trace is {trace.span_ns / 1e9 / HOUR_S:.2f} h long")
-    notes.append("the admission gate is the one of this release: rollout runs while serving is idle")
+    notes.append("the admission gate is the strict one: rollout runs while serving is idle")
     return {
         "schema": SCHEMA,
         "command": "sim whatif",

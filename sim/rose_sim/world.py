@@ -8,18 +8,21 @@ from pathlib import Path
 
 import numpy as np
 
+from rose.core.tokenmix import BANDWIDTH, COMPUTE
 from rose.traces import Trace, generate
 from rose_sim.costs import StepCost, step_cost
 from rose_sim.engine import Engine
+from rose_sim.faults import FaultSwarm
 from rose_sim.fleet import Fleet, Replica
-from rose_sim.hardware import gpu, model
+from rose_sim.gated import Gated
+from rose_sim.hardware import Gpu, gpu, model
 from rose_sim.job import AsyncJob, SyncJob
 from rose_sim.loop import PS_PER_NS, PS_PER_S, Loop, ps, stream
 from rose_sim.recorder import Recorder
 from rose_sim.results import Outcome, collect
 from rose_sim.scenario import Scenario
-from rose_sim.serving import ServingLoad
-from rose_sim.sharing import TURNS, Contending, Gated, Sharing, Swapping
+from rose_sim.serving import DisaggregatedLoad, ServingLoad
+from rose_sim.sharing import TURNS, Contending, Sharing, Swapping
 from rose_sim.steps import Request
 from rose_sim.systems import get
 from rose_sim.traces import read_trace
@@ -46,12 +49,18 @@ class World:
         self.elastic: list[Replica] = []
         self.devices: list[Sharing] = []
         self.system = get(system)(self)
-        self.fleet = Fleet(self.loop, affinity=self.system.affinity, on_turn=self._answered)
+        self.fleet = Fleet(
+            self.loop,
+            affinity=self.system.affinity,
+            hardware_affinity=self.system.hardware_affinity,
+            on_turn=self._answered,
+        )
         self.job = self._job() if self.system.trains else None
         self._memory = self.gpu.memory_bytes * scenario.serving.tp
         self._build()
         self.load = self._serving_load(trace) if self.devices else None
         self.timeline = Recorder(self)
+        self.faults = FaultSwarm(self)
 
     @property
     def version(self) -> int:
@@ -132,8 +141,8 @@ class World:
     def _rollout_kv_alone(self) -> int:
         return self._kv_tokens(self.rollout_model.weight_bytes, self.rollout_model.kv_bytes_per_token)
 
-    def _kv_tokens(self, weight_bytes: int, kv_bytes: int) -> int:
-        memory = self.gpu.memory_bytes * self.scenario.rollout.tp
+    def _kv_tokens(self, weight_bytes: int, kv_bytes: int, kind: Gpu | None = None) -> int:
+        memory = (kind or self.gpu).memory_bytes * self.scenario.rollout.tp
         return (round(memory * MEMORY_SHARE) - weight_bytes) // kv_bytes
 
     def _resident_engines(self, number: int, step_tokens_max: int) -> tuple[Engine, Engine]:
@@ -152,9 +161,11 @@ class World:
 
     def _build(self) -> None:
         spec = self.scenario.rollout
-        for number in range(spec.dedicated_gpus // spec.tp if self.job is not None else 0):
-            engine = self._rollout_engine(f"dedicated-{number}", self._rollout_kv_alone, spec.step_tokens_max)
-            self.dedicated.append(Replica(f"dedicated-{number}", engine, borrowed=False))
+        if self.job is not None:
+            self._dedicate("dedicated", spec.dedicated_gpus // spec.tp, self.gpu)
+            if spec.mixed_gpus:
+                self._dedicate("mixed", spec.mixed_gpus // spec.tp, gpu(spec.mixed_gpu))
+                self._tell_hardware()
         for number in range(self.scenario.serving.instances):
             device = self.system.sharing(number)
             self.devices.append(device)
@@ -178,6 +189,28 @@ class World:
                 staleness_max=self.system.staleness,
             )
 
+    def _dedicate(self, name: str, count: int, kind: Gpu) -> None:
+        """Dedicated rollout engines on one kind of GPU."""
+        spec = self.scenario.rollout
+        for number in range(count):
+            kv = self._kv_tokens(self.rollout_model.weight_bytes, self.rollout_model.kv_bytes_per_token, kind)
+            engine = self._rollout_engine(f"{name}-{number}", kv, spec.step_tokens_max, kind)
+            replica = Replica(engine.name, engine, borrowed=False)
+            replica.gpu = kind
+            self.dedicated.append(replica)
+
+    def _tell_hardware(self) -> None:
+        """Of two kinds, the one with more FLOPs a byte is rich in compute, the other in bandwidth."""
+        ratios = {
+            replica.gpu: replica.gpu.tflops / replica.gpu.bandwidth_tb_s
+            for replica in self.dedicated
+            if replica.gpu is not None
+        }
+        richest = max(ratios.values())
+        for replica in self.dedicated:
+            if replica.gpu is not None and len(set(ratios.values())) > 1:
+                replica.hardware = COMPUTE if ratios[replica.gpu] == richest else BANDWIDTH
+
     def _borrow(self, device: Sharing, engine: Engine) -> Replica:
         replica = Replica(engine.name, engine, borrowed=True)
         replica.gate_open = device.gate_open
@@ -200,11 +233,13 @@ class World:
             on_finish=lambda request, now: self.load.finished(request, now) if self.load else None,
         )
 
-    def _rollout_engine(self, name: str, kv_tokens: int, step_tokens_max: int) -> Engine:
+    def _rollout_engine(
+        self, name: str, kv_tokens: int, step_tokens_max: int, kind: Gpu | None = None
+    ) -> Engine:
         spec = self.scenario.rollout
         return self._engine(
             name,
-            step_cost(self.rollout_model, self.gpu, spec.tp),
+            step_cost(self.rollout_model, kind or self.gpu, spec.tp),
             kv_tokens,
             spec.replica_cap,
             step_tokens_max,
@@ -243,12 +278,17 @@ class World:
         period_ps = trace.span_ns * PS_PER_NS + PS_PER_S
         if self.scenario.serving.trace == "generated":
             period_ps = max(period_ps, ps(self.scenario.serving.period_s))
-        return ServingLoad(
+        spec, choose = self.scenario.serving, self.system.choose()
+        if not spec.prefill_gpus:
+            return ServingLoad(self.loop, self.devices, trace, choose, period_ps)
+        return DisaggregatedLoad(
             self.loop,
             self.devices,
             trace,
-            self.system.choose(),
+            choose,
             period_ps,
+            prefilling=spec.prefill_gpus // spec.tp,
+            token_ps=ps(self.serving_model.kv_bytes_per_token / (spec.handover_gb_s * 1e9)),
         )
 
     def _attempt_finished(self, request: Request, now_ps: int) -> None:

@@ -5,38 +5,13 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 import pytest
+from rose_sim.gated import Gated
 from rose_sim.job import SyncJob
 from rose_sim.loop import PS_PER_S
-from rose_sim.reproduce import scenario
-from rose_sim.results import Outcome
-from rose_sim.scenario import Scenario
-from rose_sim.sharing import Gated
 from rose_sim.sweep import alter
 from rose_sim.systems import SYSTEMS
 from rose_sim.world import World, simulate
-
-
-def small(**changes: str) -> Scenario:
-    """Four borrowed and two dedicated GPUs, 32 short episodes a step."""
-    settings = {
-        "serving.gpus": "4", "serving.rate_rps": "1.0", "serving.period_s": "3600.0",
-        "rollout.dedicated_gpus": "2",
-        "rollout.borrowed_gpus_max": "4", "rollout.trajectories_per_gpu_max": "8",
-        "rollout.gate_mode": "strict",
-        "rl.groups": "4", "rl.group_size": "8", "rl.steps": "2", "rl.train_s": "5.0",
-        "trajectories.turns_median": "4.0", "trajectories.turns_max": "12",
-        "trajectories.response_median": "120.0", "trajectories.env_s_median": "0.5",
-    }  # fmt: skip
-    found = scenario("8b")
-    for name, value in (
-        settings | {name.replace("__", "."): value for name, value in changes.items()}
-    ).items():
-        found = alter(found, name, value)
-    return found
-
-
-def plain(outcome: Outcome) -> bytes:
-    return msgspec.json.encode(outcome)
+from sim_world import plain, small
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
@@ -131,7 +106,7 @@ def test_serving_memory_pressure_cuts_the_rollout_budget_once_and_loses_no_turn(
     assert outcome.turns["finished"] == outcome.turns["arrived"]
 
 
-def test_paper_gate_runs_rollout_beside_decodes_within_the_slo() -> None:
+def test_slack_admission_runs_rollout_beside_decodes_within_the_slo() -> None:
     strict = simulate(small(serving__rate_rps="3.0"), "rose")
     slack = simulate(small(serving__rate_rps="3.0", rollout__gate_mode="slack"), "rose")
     assert slack.gate_open_share > strict.gate_open_share

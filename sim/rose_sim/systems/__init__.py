@@ -5,7 +5,7 @@ from __future__ import annotations
 from rose.errors import ConfigError
 from rose_sim.systems.base import System
 from rose_sim.systems.elastic import LambdaRl, RlBoostPlus
-from rose_sim.systems.fixed import AReal, Roll
+from rose_sim.systems.fixed import AReal, Roll, RollArt, RollArtFlat
 from rose_sim.systems.rose_system import Rose
 from rose_sim.systems.shared import Naive, Prism, ServerlessLlm, ServerlessLlmRollout, StaticPartition
 
@@ -13,7 +13,7 @@ SYSTEMS: dict[str, type[System]] = {
     each.name: each
     for each in (
         Rose, Roll, AReal, RlBoostPlus, LambdaRl,
-        ServerlessLlm, ServerlessLlmRollout, Prism, StaticPartition, Naive,
+        ServerlessLlm, ServerlessLlmRollout, Prism, StaticPartition, Naive, RollArt, RollArtFlat,
     )
 }  # fmt: skip
 

@@ -36,6 +36,8 @@ class System:
     """Elastic rollout engines on GPUs of their own (spot, functions)."""
     affinity: ClassVar[bool] = True
     """Turns go where their trajectory's prefix is."""
+    hardware_affinity: ClassVar[bool] = False
+    """Turns of a task prefer the kind of GPU that suits it, in a pool of several kinds."""
     staleness: ClassVar[int] = 0
     """Above 0: rollout and training overlap."""
 

@@ -29,3 +29,26 @@ class AReal(System):
         "the paper's ratio is read as one on the DAPO workload: only so do its ratios to ROLL agree",
     )
     staleness = 1
+
+
+class RollArtFlat(AReal):
+    """RollArt without its hardware affinity: the same asynchronous pipeline over whatever GPUs there are."""
+
+    name = "rollart-flat"
+    source = "RollArt (arXiv 2512.22560, OSDI'26), hardware affinity off"
+    assumptions: ClassVar[tuple[str, ...]] = (
+        "staleness bound 1, its default; trajectories under way go on with a new version",
+        "turns go to the least loaded engine of any kind, and then where their prefix is",
+    )
+
+
+class RollArt(RollArtFlat):
+    """RollArt: prefill-heavy tasks on GPUs rich in compute, decode-heavy ones on those rich in bandwidth."""
+
+    name = "rollart"
+    source = "RollArt (arXiv 2512.22560, OSDI'26); rose.core.tokenmix and its routing"
+    assumptions: ClassVar[tuple[str, ...]] = (
+        "staleness bound 1, its default; trajectories under way go on with a new version",
+        "affinity is ROSE's own: the measured token mix of a task, as a preference and not a partition",
+    )
+    hardware_affinity = True
