@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import TypeVar
 
 import msgspec
@@ -223,12 +224,14 @@ def decode_coded(
     *,
     threads: int = 1,
     only: Callable[[Slice], bool] = lambda part: True,
+    chunks: Mapping[Slice, Sequence[int]] = MappingProxyType({}),
 ) -> list[Patch]:
     """Patches of the parameters in mode coded, in order of name, proven against their digests.
 
     `base` may be None for an anchor; with one, everything has to be of its form, and parameters that it lacks
-    because they are tied to others are left out.  `only` tells which slices to decode.  Raises CorruptDelta
-    or WrongBase; nothing is written.
+    because they are tied to others are left out.  `only` tells which slices to decode, `chunks` of which of
+    them no more than some chunks, for which the base is proven and every chunk by its digest.  Raises
+    CorruptDelta or WrongBase; nothing is written.
     """
     tables = [_read_tables(blob) for blob in manifest.tables]
     tied = frozenset() if base is None else tied_names(manifest, base)
@@ -246,7 +249,7 @@ def decode_coded(
     def decode(item: tuple[int, Parameter, Slice]) -> _Decoded:
         _, parameter, part = item
         before = None if base is None else base[parameter.name]
-        return _decode_slice(parameter, part, fetch(part), tables, before)
+        return _decode_slice(parameter, part, fetch(part), tables, before, chunks.get(part))
 
     parts: list[list[tuple[Slice, _Decoded]]] = [[] for _ in parameters]
     for (number, _, part), decoded in zip(work, _share_out(decode, work, threads), strict=True):
@@ -313,18 +316,24 @@ def _decode_slice(
     blob: memoryview,
     tables: Sequence[delta.GroupTables],
     base: Bits | None,
+    chunks: Sequence[int] | None,
 ) -> _Decoded:
     where = _where(parameter, part)
     base_digest = parameter.base_digest if part.box is None else part.base_digest
     before = None
     if base is not None and base_digest is not None:
         before = base.words if part.box is None else boxes.take(base.words, base.shape, part.box)
+    elements = _elements(parameter, part)
     try:
-        decoded = _decode_blob(where, parameter.dtype, _elements(parameter, part), part, blob, tables, before)
+        decoded = _decode_blob(where, parameter.dtype, elements, part, blob, tables, before, chunks)
     except CorruptDelta:
         if before is not None and digest(before) != base_digest:
             raise WrongBase(f"{where}: {_OTHER_BASE}") from None
         raise
+    if chunks is not None:
+        if before is not None and digest(before) != base_digest:
+            raise WrongBase(f"{where}: {_OTHER_BASE}")
+        return decoded
     held_digest: str | None = None
     if before is None:
         found = digest(decoded.values)
@@ -345,10 +354,11 @@ def _decode_blob(
     blob: memoryview,
     tables: Sequence[delta.GroupTables],
     before: Words | None,
+    chunks: Sequence[int] | None = None,
 ) -> _Decoded:
     if part.raw:
         return _Decoded(None, np.frombuffer(blob, np.uint8).view(word_dtype(dtype)))
-    reader = _reader(where, dtype, elements, part, blob, tables)
+    reader = _reader(where, dtype, elements, part, blob, tables, chunks)
     try:
         return _Decoded(*reader.decode(before))
     except delta.CorruptDelta as error:
@@ -366,10 +376,11 @@ def _reader(
     part: Slice,
     blob: memoryview,
     tables: Sequence[delta.GroupTables],
+    chunks: Sequence[int] | None = None,
 ) -> delta.ShardReader:
     """A reader of the slice's blob, if its header says what the manifest says.  Raises CorruptDelta."""
     try:
-        reader = delta.ShardReader(blob, None if part.tables is None else tables[part.tables])
+        reader = delta.ShardReader(blob, None if part.tables is None else tables[part.tables], only=chunks)
     except delta.CorruptDelta as error:
         raise CorruptDelta(f"{where}: {error}") from None
     header = reader.header

@@ -6,11 +6,12 @@ from rose_kernels.delta.errors import CorruptDelta
 from rose_kernels.delta.history import advance, new_history
 from rose_kernels.delta.kernel import Kernels
 from rose_kernels.delta.select import kernels
-from rose_kernels.delta.shard import Mode, ShardHeader, read_header
+from rose_kernels.delta.shard import ChunkPlace, Mode, ShardHeader, header_length, read_header
 from rose_kernels.delta.tables import GroupTables
 
 __all__ = [
     "FORMATS",
+    "ChunkPlace",
     "CorruptDelta",
     "EncodedGroup",
     "EncodedShard",
@@ -23,6 +24,7 @@ __all__ = [
     "ShardReader",
     "advance",
     "encode_group",
+    "header_length",
     "kernels",
     "new_history",
     "read_header",

@@ -302,13 +302,19 @@ def _share_out(work: Callable[[_In], _Out], items: Iterable[_In], threads: int) 
 
 
 class ShardReader:
-    """Decodes one shard.  `data` is all of it; `tables` are needed if it is sparse.
+    """Decodes one shard, or with `only` some of its chunks, by their numbers, rising.
 
-    The header and the digests of all payloads are checked here.  Raises CorruptDelta.
+    `data` is as long as the shard; of it the header and the payloads of those chunks are read.  `tables` are
+    needed if it is sparse.  Header and digests of payloads are checked here.  Raises CorruptDelta.
     """
 
     def __init__(
-        self, data: bytes | memoryview, tables: GroupTables | None = None, *, kernels: Kernels | None = None
+        self,
+        data: bytes | memoryview,
+        tables: GroupTables | None = None,
+        *,
+        kernels: Kernels | None = None,
+        only: Sequence[int] | None = None,
     ) -> None:
         self.header: ShardHeader = read_header(data)
         self._kernels = kernels or selected_kernels()
@@ -317,7 +323,9 @@ class ShardReader:
             raise CorruptDelta(f"a shard of {self.header.length} bytes in {len(data)}")
         view = memoryview(data)
         self._payloads = [view[item.offset : item.offset + item.length] for item in self.header.chunks]
-        for place, payload in zip(self.header.chunks, self._payloads, strict=True):
+        self._only = only
+        for number in range(len(self._payloads)) if only is None else only:
+            place, payload = self.header.chunks[number], self._payloads[number]
             if payload and xxhash.xxh3_64_intdigest(payload) != place.digest:
                 raise CorruptDelta(f"the chunk at element {place.first} does not match its digest")
         if self.header.mode == Mode.SPARSE:
@@ -338,6 +346,8 @@ class ShardReader:
         """
         self._require_base(base, history)
         if self._unpacker is None or base is None:
+            if self._only is not None:
+                return self._decode_dense_chunks(base, self._only)
             return None, self._decode_dense(base, threads)
         unpacker, element_count = self._unpacker, self.header.chunk_elements
 
@@ -345,9 +355,13 @@ class ShardReader:
             past = None if history is None else history[part]
             return unpacker.unpack(self._of(part), base[part], past, element_count, part.start)
 
-        found = list(_share_out(unpack, _spans(base.size, element_count), threads))
-        if sum(indices.size for indices, _ in found) != self.header.changed:
-            raise CorruptDelta("another number of changes than promised")
+        if self._only is None:
+            found = list(_share_out(unpack, _spans(base.size, element_count), threads))
+            if sum(indices.size for indices, _ in found) != self.header.changed:
+                raise CorruptDelta("another number of changes than promised")
+        else:
+            places = (self.header.chunks[number] for number in self._only)
+            found = list(_share_out(unpack, (slice(each.first, each.last) for each in places), threads))
         if len(found) == 1:
             return found[0]
         empty = np.zeros(0, np.int64), np.zeros(0, base.dtype)
@@ -362,6 +376,8 @@ class ShardReader:
         out when some chunks are already written.  Raises CorruptDelta.
         """
         self._require_base(base, history)
+        if self._only is not None:
+            raise ValueError("a base is never turned into a mixture: decode chunks instead")
         if self._unpacker is None:
             base[:] = self._decode_dense(base, threads)
             return self.header.changed
@@ -378,24 +394,32 @@ class ShardReader:
         return self._payloads[part.start // size : -(-part.stop // size)]
 
     def _decode_dense(self, base: Words | None, threads: int) -> Words:
-        header = self.header
-        before = base if header.mode == Mode.STEPS else None
-        out = np.empty(header.elements, header.element.word)
+        out = np.empty(self.header.elements, self.header.element.word)
 
         def decode(number: int) -> None:
-            place = header.chunks[number]
-            part = slice(place.first, place.last)
-            out[part] = planes.decode(
-                self._kernels,
-                header.element,
-                None if before is None else before[part],
-                self._payloads[number],
-                place.last - place.first,
-            )
+            place = self.header.chunks[number]
+            out[place.first : place.last] = self._dense_chunk(base, number)
 
-        for _ in _share_out(decode, range(len(header.chunks)), threads):
+        for _ in _share_out(decode, range(len(self.header.chunks)), threads):
             pass
         return out
+
+    def _decode_dense_chunks(self, base: Words | None, numbers: Sequence[int]) -> tuple[Indices, Words]:
+        places = [self.header.chunks[number] for number in numbers]
+        indices = [np.arange(each.first, each.last, dtype=np.int64) for each in places]
+        values = [self._dense_chunk(base, number) for number in numbers]
+        empty = np.zeros(0, np.int64), np.zeros(0, self.header.element.word)
+        return np.concatenate([empty[0], *indices]), np.concatenate([empty[1], *values])
+
+    def _dense_chunk(self, base: Words | None, number: int) -> Words:
+        place, before = self.header.chunks[number], base if self.header.mode == Mode.STEPS else None
+        return planes.decode(
+            self._kernels,
+            self.header.element,
+            None if before is None else before[place.first : place.last],
+            self._payloads[number],
+            place.last - place.first,
+        )
 
     def _require_base(self, base: Words | None, history: Bytes | None) -> None:
         header = self.header
