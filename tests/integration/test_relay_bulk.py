@@ -388,7 +388,7 @@ async def test_when_the_opener_goes_its_parts_go_too(url: str) -> None:
     late.write(part_of(ticket, data, 0, 9))
     answer = await reply(late_reader)
     assert answer.refusal is not None
-    assert answer.refusal.error == "gone"
+    assert answer.refusal.error == "ended"
     assert await used(url) == 0
 
 
@@ -427,6 +427,44 @@ async def test_an_upload_goes_on_when_one_of_its_connections_breaks(url: str) ->
     async with RelayClient(url, timeout_s=20) as relay:
         assert await relay.commit(JOB, V1, ENCODED.manifest) == ()
         assert await fetch(relay) == BYTES
+
+
+async def test_an_upload_begins_anew_at_a_relay_that_was_restarted_meanwhile() -> None:
+    """Through a proxy that leads to another relay after some of the bytes, where tickets mean nothing."""
+    config = RelayConfig(port=0, capacity_bytes=64 << 20)
+    async with serving(config) as before, serving(config) as after:
+        moved = 0
+        broken: list[asyncio.StreamWriter] = []
+
+        async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            nonlocal moved
+            url = after if broken else before
+            up_reader, up_writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+            mine = [writer, up_writer]
+            if url == before:
+                open_ones.extend(mine)
+            back = asyncio.ensure_future(_copy(up_reader, writer, None))
+            while chunk := await reader.read(65536):
+                moved += len(chunk)
+                if moved > len(BYTES) // 3 and not broken:
+                    broken.extend(open_ones)
+                    for each in broken:
+                        each.transport.abort()
+                    break
+                up_writer.write(chunk)
+                await up_writer.drain()
+            back.cancel()
+            writer.transport.abort()
+
+        open_ones: list[asyncio.StreamWriter] = []
+        async with await asyncio.start_server(pass_on, "127.0.0.1", 0) as server:
+            through = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            async with RelayClient(through, streams=3, timeout_s=20) as relay:
+                await relay.put_bucket(JOB, V1, BUCKET.name, BYTES, BUCKET.digest)
+                assert await relay.commit(JOB, V1, ENCODED.manifest) == ()
+        assert broken
+        async with RelayClient(after, timeout_s=20) as relay:
+            assert await fetch(relay) == BYTES
 
 
 async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, left: int | None) -> None:

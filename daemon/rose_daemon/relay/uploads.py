@@ -10,8 +10,7 @@ from collections.abc import Callable
 import xxhash
 
 from rose.errors import CorruptDelta
-from rose.weights.relay import VersionGone
-from rose.weights.relay.http import BadRequest
+from rose.weights.relay.http import BadRequest, UploadEnded
 from rose_daemon.relay.pools import MemoryBlock
 from rose_daemon.relay.vault import Reservation, Vault
 
@@ -60,15 +59,16 @@ class Uploads:
         return ticket
 
     def find(self, ticket: str) -> Upload:
-        """The bucket of a ticket.  Raises VersionGone."""
+        """The bucket of a ticket.  Raises UploadEnded."""
         if (upload := self._open.get(ticket)) is None:
-            raise VersionGone("this upload has ended")
+            raise UploadEnded("this upload has ended")
         return upload
 
     async def finish(self, ticket: str) -> None:
         """Keep a bucket of which all parts are here.
 
-        Raises VersionGone, CorruptDelta if it is not what was promised, VersionConflict, BadRequest.
+        Raises UploadEnded, VersionGone if it was aborted meanwhile, CorruptDelta if it is not what was
+        promised, VersionConflict, BadRequest.
         """
         upload = self.find(ticket)
         if upload.writers:

@@ -6,7 +6,7 @@
     PUT    /rose/relay/v1/jobs/{job}/versions/{version}/buckets/{bucket}/placement   Placement: it is there
     DELETE /rose/relay/v1/jobs/{job}/versions/{version}/buckets/{bucket}/placement   Placement: it is not
     GET    /rose/relay/v1/jobs/{job}/versions/{version}/buckets/{bucket}/placement   -> Placement
-    PUT    /rose/relay/v1/jobs/{job}/versions/{version}/manifest
+    PUT    /rose/relay/v1/jobs/{job}/versions/{version}/manifest            x-rose-encode-ms, if known
     GET    /rose/relay/v1/jobs/{job}/versions/{version}/manifest
     DELETE /rose/relay/v1/jobs/{job}/versions/{version}/staged
     DELETE /rose/relay/v1/jobs/{job}/versions/{version}
@@ -14,6 +14,7 @@
     GET    /rose/relay/v1/jobs/{job}/latest?after=&wait_s=                  -> Latest
     GET    /rose/relay/v1/bulk         Upgrade: rose-bulk-1; then Put, Part and bytes, Finish -> BulkReply
     GET    /health
+    GET    /metrics                                                         for Prometheus
 
 Buckets themselves go to and from an embedded relay; with one of kind mooncake only their places do.  A client
 on an embedded relay's host asks it for the place too (-> SharedPlacement).  Every answer names the relay's
@@ -39,12 +40,18 @@ HOST_HEADER = "x-rose-host"
 """Names the machine (`host_id`) of a relay whose memory can be read directly."""
 EPOCH_HEADER = "x-rose-epoch"
 DIGEST_HEADER = "x-rose-digest"
+ENCODE_MS_HEADER = "x-rose-encode-ms"
+"""Of a manifest: what its trainer took to make the version."""
 WAIT_MAX_S = 60.0
 """Longest long-poll; a longer wait is several polls."""
 
 
 class BadRequest(RoseError):
     """A request that no retry will help."""
+
+
+class UploadEnded(RoseError):
+    """The relay knows no such ticket: it was restarted, or lost the connection that opened the bucket."""
 
 
 class Refusal(msgspec.Struct, frozen=True):
@@ -133,6 +140,7 @@ STATUS_BY_ERROR: dict[str, tuple[int, type[RoseError]]] = {
     "bad_request": (400, BadRequest),
     "denied": (401, RelayDenied),
     "gone": (404, VersionGone),
+    "ended": (410, UploadEnded),
     "conflict": (409, VersionConflict),
     "corrupt": (422, CorruptDelta),
     "full": (507, RelayFull),

@@ -19,7 +19,7 @@ from rose.secret import read_secret
 from rose.units import MIB, JobId, WeightVersion
 from rose.weights.relay.bulk import Uplink, Uplinks
 from rose.weights.relay.control import ControlClient, Retry, decode, version_path
-from rose.weights.relay.http import Put, SharedPlacement
+from rose.weights.relay.http import Put, SharedPlacement, UploadEnded
 from rose.weights.relay.lanes import Downlane, Epochs, Lanes, Offered, Uplane, Wanted
 from rose.weights.relay.ranges import run_all
 from rose.weights.relay.shared import SharedReader, host_id
@@ -83,8 +83,11 @@ class RelayClient(ControlClient):
         async def attempt() -> None:
             async with self._uplinks.borrowed() as uplink:
                 if ticket := await self._uplinks.run(lambda: uplink.open(put)):
-                    await self._upload(uplink, ticket, view)
-                    await self._uplinks.run(lambda: uplink.finish(ticket))
+                    try:
+                        await self._upload(uplink, ticket, view)
+                        await self._uplinks.run(lambda: uplink.finish(ticket))
+                    except UploadEnded as error:  # a relay that was restarted does not know the ticket
+                        raise Retry(error.what) from None
 
         await self.until_done(attempt, self.timeout_s)
 
