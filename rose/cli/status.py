@@ -75,6 +75,7 @@ def _host(body: dict[str, Any]) -> RenderableType:
     table.add_row(
         "job", f"{job['id']}  step {_dash(job['rl_step'])}  needs version {_dash(job['required_version'])}"
     )
+    table.add_row("last version", _staging(body["last_staging"]))
     table.add_row("last update", _update(body["last_update"]))
     return table
 
@@ -158,7 +159,19 @@ def _update(update: dict[str, Any] | None) -> str:
         return "none yet"
     outcome = "applied" if update["ok"] else f"refused ({update['reason']})"
     when = f"{update['age_s']:.0f} s ago, {update['ms']:.0f} ms"
-    return f"{update['replica']} v{update['version']} {outcome} {when}"
+    phases = ", ".join(f"{phase} {took_ms:.0f}" for phase, took_ms in update["engine_ms"].items())
+    return f"{update['replica']} v{update['version']} {outcome} {when}" + (f" ({phases})" if phases else "")
+
+
+def _staging(staging: dict[str, Any] | None) -> str:
+    if staging is None:
+        return "none yet"
+    size = f"{staging['delta_bytes'] / 1e6:.1f} MB"
+    if staging["bytes_per_changed"] is not None:
+        size += f", {staging['density']:.2%} changed, {staging['bytes_per_changed']:.2f} B each"
+    phases = {phase: staging[f"{phase}_ms"] for phase in ("encode", "push", "pull", "verify", "decode")}
+    took = ", ".join(f"{phase} {ms:.0f} ms" for phase, ms in phases.items() if ms is not None)
+    return f"v{staging['version']} staged {staging['age_s']:.0f} s ago: {size}; {took}"
 
 
 def _dash(value: Any) -> str:

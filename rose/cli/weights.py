@@ -326,7 +326,8 @@ async def _pull(settings: configuration.Config, job: JobId, version: WeightVersi
     from rose.weights import receiver  # noqa: PLC0415
 
     async with _relay(settings) as relay:
-        return await receiver.pull(relay, job, version, directory, timeout_s=settings.node.weights_timeout_s)
+        timeout_s = settings.node.weights_timeout_s
+        return (await receiver.pull(relay, job, version, directory, timeout_s=timeout_s)).path
 
 
 def _plain(kinds: Iterable[Change]) -> list[dict[str, Any]]:

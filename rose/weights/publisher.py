@@ -211,7 +211,7 @@ class Publisher:
         encode_ms, (encoded, digests) = _timed_ms(lambda: self._encode(version, target))
         verify_ms, patches = _timed_ms(lambda: self._decode_again(encoded))
         self._unsettled = encoded
-        push_ms, _ = _timed_ms(lambda: self._push(encoded))
+        push_ms, _ = _timed_ms(lambda: self._push(encoded, encode_ms + verify_ms))
         self._advance(encoded, patches, digests)
         return self._report(encoded, encode_ms=encode_ms, verify_ms=verify_ms, push_ms=push_ms)
 
@@ -289,10 +289,14 @@ class Publisher:
             version = bases[version]
         return version not in (None, self._base_version)
 
-    def _push(self, encoded: EncodedVersion) -> None:
+    def _push(self, encoded: EncodedVersion, encode_ms: float | None = None) -> None:
         """Have the relay commit a version, whatever is there of it already."""
         manifest = encoded.manifest
-        missing = self._relay.commit(self._job, manifest.version, manifest)
+
+        def commit() -> tuple[str, ...]:
+            return self._relay.commit(self._job, manifest.version, manifest, encode_ms=encode_ms)
+
+        missing = commit()
         for _ in range(_COMMIT_ROUNDS_MAX):
             if not missing:
                 return
@@ -303,9 +307,7 @@ class Publisher:
                 # then the second attempt meets the same conflict.
                 self._relay.abort(self._job, manifest.version)
                 self._put(encoded, missing)
-            missing = self._with_room(
-                encoded, lambda: self._relay.commit(self._job, manifest.version, manifest)
-            )
+            missing = self._with_room(encoded, commit)
         raise RoseError(
             f"the relay lost buckets of version {manifest.version} {_COMMIT_ROUNDS_MAX} times",
             "is it being restarted, or is relay.stage_ttl_s too short?",

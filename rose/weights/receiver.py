@@ -10,12 +10,14 @@ import asyncio
 import fcntl
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from rose.errors import CorruptDelta, NotReady, TimedOut
-from rose.units import JobId, WeightVersion
+from rose.units import NS_PER_MS, JobId, WeightVersion
 from rose.weights import container, files
 from rose.weights import manifest as manifests
 from rose.weights.bits import empty_buffer
@@ -27,10 +29,22 @@ from rose.weights.relay.ranges import PARALLEL, run_some
 _REPUBLISH_POLL_S = 0.2
 
 
+@dataclass(frozen=True, slots=True)
+class Pulled:
+    """A staged version, and what it took."""
+
+    path: Path
+    manifest: Manifest
+    pull_ms: float
+    """From the request for the manifest until the last byte was in its file."""
+    verify_ms: float
+    """Checking all files; nothing of them is used before."""
+
+
 async def pull(
     relay: Relay, job: JobId, version: WeightVersion, directory: Path, *, timeout_s: float = 600
-) -> Path:
-    """Stage a committed version as `directory` (`WeightStore.destination`), and answer that path.
+) -> Pulled:
+    """Stage a committed version as `directory` (`WeightStore.destination`).
 
     Repeating it costs a look at the manifest and a check of the files; other files of that name are replaced.
     If the relay restarts meanwhile, waits for the trainer to publish again.  Raises VersionGone, CorruptDelta
@@ -40,18 +54,31 @@ async def pull(
     with _locked(directory.with_name(f".{directory.name}.lock")):
         try:
             async with asyncio.timeout(timeout_s):
-                committed = await _manifest(relay, job, version)
-                if committed.manifest.undo:
-                    raise CorruptDelta(f"version {version} of {job} leads backwards: it is no trainer's")
-                if not await asyncio.to_thread(_holds, directory, committed.manifest):
-                    partial = directory.with_name(f".{directory.name}.partial")
-                    await _fill(relay, committed, partial)
-                    await asyncio.to_thread(_finish, partial, directory)
-                return directory
+                return await _pull(relay, job, version, directory)
         except TimeoutError:
             raise TimedOut(
                 f"version {version} of {job} could not be pulled within {timeout_s:.0f} s"
             ) from None
+
+
+async def _pull(relay: Relay, job: JobId, version: WeightVersion, directory: Path) -> Pulled:
+    began_ns = time.monotonic_ns()
+    committed = await _manifest(relay, job, version)
+    if committed.manifest.undo:
+        raise CorruptDelta(f"version {version} of {job} leads backwards: it is no trainer's")
+    pulled_ns = time.monotonic_ns()
+    if not await asyncio.to_thread(_holds, directory, committed.manifest):
+        partial = directory.with_name(f".{directory.name}.partial")
+        await _fill(relay, committed, partial)
+        pulled_ns = time.monotonic_ns()
+        await asyncio.to_thread(_finish, partial, directory)
+    verified_ns = time.monotonic_ns()
+    return Pulled(
+        directory,
+        committed.manifest,
+        (pulled_ns - began_ns) / NS_PER_MS,
+        (verified_ns - pulled_ns) / NS_PER_MS,
+    )
 
 
 async def _manifest(relay: Relay, job: JobId, version: WeightVersion) -> Committed:

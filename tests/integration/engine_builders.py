@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
+
+from rose_daemon.bench.update_host import light_engine
 
 from rose.config import Config, ReplicaConfig
 from rose.engines.vllm.launch import EngineCommand, rollout_command
@@ -34,11 +35,7 @@ def steady(replica: ReplicaConfig, config: Config) -> EngineCommand:
     return EngineCommand((*command.argv, "--token-ms", "100"), command.env)
 
 
-def applier(replica: ReplicaConfig, config: Config) -> EngineCommand:
-    """A torch module behind the endpoints of an engine: real weights, no model."""
-    script = str(Path(__file__).with_name("applier.py"))
-    argv = (sys.executable, script, "--model", replica.model, "--port", str(replica.port))
-    return EngineCommand(argv, rollout_command(replica, config).env)
+applier = light_engine
 
 
 def dying(replica: ReplicaConfig, config: Config) -> EngineCommand:

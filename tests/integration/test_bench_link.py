@@ -9,7 +9,8 @@ import subprocess
 import sys
 
 import pytest
-from rose_daemon.bench import link_bench
+from rich.console import Console
+from rose_daemon.bench import link_bench, update_bench
 from rose_daemon.bench.link import Link, LinkSpec, emulated_link, why_not
 
 from rose.errors import RoseError
@@ -105,6 +106,9 @@ def test_the_benchmark_measures_both_ways_beside_iperf3(monkeypatch: pytest.Monk
         rounds=1,
         streams=2,
         congestion="",
+        model_bytes=4 << 20,
+        updates=1,
+        replicas=2,
         say=lambda _text: None,
     )
     json.dumps(report)
@@ -113,3 +117,12 @@ def test_the_benchmark_measures_both_ways_beside_iperf3(monkeypatch: pytest.Monk
         for way in ("iperf3", "push", "pull"):
             assert 1 < report["mbit_s"][phase][way] <= 210
     assert set(report["share_of_link"]["no loss"]) == {"push", "pull"}
+    update = report["update"]
+    assert update["peers"]["dense"]["bytes"] >= update["model_bytes"] > update["bytes"]
+    assert update["peers"]["coo"]["bytes"] > update["bytes"]
+    assert sum(update["stages_ms"].values()) == pytest.approx(update["total_ms"], abs=1)
+    console = Console(width=120)
+    with console.capture() as shown:
+        link_bench.show(report, console)
+        update_bench.show(update, console)
+    assert "publish() to all committed" in shown.get()

@@ -117,7 +117,7 @@ def test_a_publisher_that_is_killed_anywhere(relay: RelayConfig) -> None:
 def test_a_host_that_is_killed_anywhere(relay: RelayConfig, tmp_path: Path) -> None:
     """Pull, stage, apply to live parameters, move the copy; start again from the copy."""
     torch = pytest.importorskip("torch")
-    from applier import module_of  # noqa: PLC0415 (imports torch)
+    from rose_daemon.light_engine import module_of  # noqa: PLC0415 (imports torch)
 
     from rose.engines.live import LiveWeights  # noqa: PLC0415
 

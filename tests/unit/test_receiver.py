@@ -49,7 +49,11 @@ def holds_target(directory: Path) -> bool:
 async def test_a_pulled_version_gives_the_target(
     relay: MemoryRelay, store: WeightStore, destination: Path
 ) -> None:
-    assert await pull(relay, JOB, V1, destination) == destination
+    pulled = await pull(relay, JOB, V1, destination)
+    assert pulled.path == destination
+    assert pulled.manifest == ENCODED.manifest
+    assert pulled.pull_ms > 0
+    assert pulled.verify_ms > 0
     assert store.versions(JOB) == (1,)
     assert holds_target(store.path(JOB, V1))
 

@@ -84,7 +84,7 @@ def test_a_late_writer_of_a_committed_bucket() -> None:
     data = ENCODED.buckets[BUCKET.name]
     first, same, other = reserve(vault, data), reserve(vault, data), reserve(vault, b"other")
     vault.store(first, 0)
-    assert vault.commit(KEY, ENCODED.manifest) == ()
+    assert vault.commit(KEY, ENCODED.manifest, 0) == ()
     used_bytes = vault.used_bytes
     vault.store(same, 0)
     with pytest.raises(VersionConflict):
@@ -97,7 +97,7 @@ def test_a_late_writer_of_a_committed_bucket() -> None:
 def test_a_deleted_version_stays_charged_until_its_readers_are_done() -> None:
     vault = vault_of(1 << 20)
     vault.store(reserve(vault, ENCODED.buckets[BUCKET.name]), 0)
-    vault.commit(KEY, ENCODED.manifest)
+    vault.commit(KEY, ENCODED.manifest, 0)
     with vault.reading(KEY, BUCKET.name) as first, vault.reading(KEY, BUCKET.name) as second:
         assert vault.delete(KEY)
         assert used(vault) > 0
@@ -111,7 +111,7 @@ def test_without_room_for_the_manifest_nothing_is_committed() -> None:
     vault = vault_of(len(data) + 2 * 4096)
     vault.store(reserve(vault, data), 0)
     with pytest.raises(RelayFull):
-        vault.commit(KEY, ENCODED.manifest)
+        vault.commit(KEY, ENCODED.manifest, 0)
     assert vault.newest(JOB, WeightVersion(0)) is None
     vault.abort(KEY)
     assert used(vault) == 0
@@ -147,7 +147,7 @@ def test_room_is_never_lost_nor_given_out_twice(steps: list[tuple[str, int]]) ->
                 case "expire":
                     vault.expire(now_s)
                 case "commit":
-                    vault.commit(KEY, ENCODED.manifest)
+                    vault.commit(KEY, ENCODED.manifest, 0)
                 case "delete":
                     vault.delete(KEY)
         except (RelayFull, VersionConflict, VersionGone, AssertionError):

@@ -112,9 +112,11 @@ class MemoryRelay:
             self.vault.store(reservation, now_s)
         self.after("put_bucket")
 
-    async def commit(self, job: JobId, version: WeightVersion, manifest: Manifest) -> tuple[str, ...]:
+    async def commit(
+        self, job: JobId, version: WeightVersion, manifest: Manifest, *, encode_ms: float | None = None
+    ) -> tuple[str, ...]:
         self._begin("commit")
-        missing = self.vault.commit((job, version), manifest)
+        missing = self.vault.commit((job, version), manifest, time.monotonic(), encode_ms=encode_ms)
         self.after("commit")
         return missing
 
@@ -174,7 +176,7 @@ class MemoryRelay:
             assert reservation is not None
             reservation.block.data[:] = encoded.buckets[bucket.name]
             self.vault.store(reservation, 0)
-        assert self.vault.commit(key, encoded.manifest) == ()
+        assert self.vault.commit(key, encoded.manifest, 0) == ()
 
 
 def fail_once(call: str, error: Exception | None = None) -> Callable[[str], None]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import ctypes.util
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -78,6 +78,20 @@ class Coo:
     def decode(self, coded: Coded, words: Words) -> None:
         """See `Peer`."""
         words[np.frombuffer(coded[0], "<i4")] = np.frombuffer(coded[1], words.dtype)
+
+
+class Dense:
+    """All new values: systems that send whole weights."""
+
+    name = "dense"
+
+    def encode(self, base: Words, target: Words) -> Coded:
+        """See `Peer`."""
+        return (target.tobytes(),)
+
+    def decode(self, coded: Coded, words: Words) -> None:
+        """See `Peer`."""
+        np.copyto(words, np.frombuffer(coded[0], words.dtype))
 
 
 class CooZstd:
@@ -172,6 +186,10 @@ class DenseXorZstd:
     def decode(self, coded: Coded, words: Words) -> None:
         """See `Peer`."""
         words ^= self._zstd.expand(coded[0], words.dtype)
+
+
+LINKED: Mapping[str, Callable[[], Peer]] = {"coo": Coo, "dense": Dense}
+"""Those that `rose bench link` sends beside ours."""
 
 
 def peers() -> list[Peer]:

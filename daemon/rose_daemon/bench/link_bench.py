@@ -7,7 +7,6 @@ import json
 import shutil
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -21,15 +20,15 @@ from rich.table import Table
 
 from rose.errors import RoseError
 from rose.weights.relay.ranges import PARALLEL
+from rose_daemon.bench import update_bench
 from rose_daemon.bench.link import Link, LinkSpec, emulated_link
-from rose_daemon.bench.transfer import relay_process
+from rose_daemon.bench.transfer import RELAY_PORT, relay_process, secured
+from rose_daemon.bench.worker import Worker, worker
 from rose_daemon.harness.summary import head
 
 _REFERENCE_S = 4
 _REST_S = 2
 """Before each transfer: what the one before left on the wire and in queues is not part of it."""
-_PORT = 7702
-"""Of the relay: the namespace is ours."""
 _CONGESTION = Path("/proc/sys/net/ipv4/tcp_congestion_control")
 _WAYS = ("push", "pull")
 TARGETS = {"no loss": 0.92, "with loss": 0.8}
@@ -38,18 +37,25 @@ TARGETS = {"no loss": 0.92, "with loss": 0.8}
 
 def measure(
     spec: LinkSpec, *, loss_ppm: int, nbytes: int, rounds: int, streams: int, congestion: str,
-    say: Callable[[str], None],
+    model_bytes: int, updates: int, replicas: int, say: Callable[[str], None],
 ) -> dict[str, Any]:  # fmt: skip
     """The report.  Raises RoseError where no link can be made."""
     started_at = datetime.now(UTC)
     if missing := [name for name in ("iperf3", "openssl") if shutil.which(name) is None]:
         raise RoseError(f"{' and '.join(missing)} are not installed", "tools/debian.sh installs iperf3")
-    with emulated_link(spec) as link, _worker(link, nbytes, streams, congestion, spec.seed) as worker:
-        phases = {}
-        for name, ppm in (("no loss", 0), ("with loss", loss_ppm)):
-            link.set_loss(ppm)
-            phases[name] = [_round(link, worker, streams, name, say) for _ in range(rounds)]
-        moved = worker.nbytes
+    with emulated_link(spec) as link:
+        update = None
+        if model_bytes:
+            update = update_bench.measure(
+                link, model_bytes=model_bytes, updates=updates, replicas=replicas, streams=streams,
+                congestion=congestion, seed=spec.seed, say=say,
+            )  # fmt: skip
+        with _far_end(link, nbytes, streams, congestion, spec.seed) as far:
+            phases = {}
+            for name, ppm in (("no loss", 0), ("with loss", loss_ppm)):
+                link.set_loss(ppm)
+                phases[name] = [_round(link, far, streams, name, say) for _ in range(rounds)]
+            moved = far.ready["bytes"]
     used = congestion or f"{_CONGESTION.read_text(encoding='ascii').strip()} (the system's)"
     rate = statistics.median(each["iperf3"] for each in phases["no loss"])
     return head("bench link", started_at) | {
@@ -69,39 +75,15 @@ def measure(
         },
         "rounds": phases,
         "targets": {"pull": TARGETS},
+        "update": update,
     }  # fmt: skip
 
 
-class _Worker:
-    """The process at the far end."""
-
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self._process = process
-        self.nbytes = int(self._answer().split()[1])
-
-    def run(self, command: str) -> float:
-        """Mbit/s of moving the version once."""
-        if self._process.stdin is None:
-            raise AssertionError("its standard input is a pipe")
-        self._process.stdin.write(f"{command}\n")
-        self._process.stdin.flush()
-        return self.nbytes * 8 / float(self._answer()) / 1e6
-
-    def _answer(self) -> str:
-        if self._process.stdout is None:
-            raise AssertionError("its standard output is a pipe")
-        if not (line := self._process.stdout.readline()):
-            raise RoseError("the process at the far end of the link has ended: see above")
-        return line
-
-
-def _round(
-    link: Link, worker: _Worker, streams: int, phase: str, say: Callable[[str], None]
-) -> dict[str, float]:
+def _round(link: Link, far: Worker, streams: int, phase: str, say: Callable[[str], None]) -> dict[str, float]:
     taken = {"iperf3": _iperf3(link, streams)}
     for way in _WAYS:
         time.sleep(_REST_S)
-        taken[way] = worker.run(way)
+        taken[way] = far.ready["bytes"] * 8 / far.ask(way) / 1e6
     say(f"{phase}: " + ", ".join(f"{way} {rate:.0f} Mbit/s" for way, rate in taken.items()))
     return taken
 
@@ -129,54 +111,20 @@ def _iperf3(link: Link, streams: int) -> float:
 
 
 @contextlib.contextmanager
-def _worker(link: Link, nbytes: int, streams: int, congestion: str, seed: int) -> Iterator[_Worker]:
-    """A relay at the near end, with TLS and a token as off loopback always; a worker at the far end."""
+def _far_end(link: Link, nbytes: int, streams: int, congestion: str, seed: int) -> Iterator[Worker]:
+    """A relay at the near end, a worker at the far end."""
     with tempfile.TemporaryDirectory() as scratch:
-        config = _configure(Path(scratch), link, nbytes, streams, congestion)
-        with relay_process(config, host=link.near.address, port=_PORT, prefix=link.near.prefix):
-            command = [
-                sys.executable,
-                "-m",
-                "rose_daemon.bench.link_worker",
-                str(config),
-                str(nbytes),
-                str(seed),
-            ]
-            process = subprocess.Popen(
-                [*link.far.prefix, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-            )
-            try:
-                yield _Worker(process)
-            finally:
-                process.kill()
-                process.communicate()
-
-
-def _configure(scratch: Path, link: Link, nbytes: int, streams: int, congestion: str) -> Path:
-    cert, key, token = scratch / "cert.pem", scratch / "key.pem", scratch / "token"
-    make = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 1 -subj /CN=relay"
-    where = ["-addext", f"subjectAltName=IP:{link.near.address}", "-keyout", str(key), "-out", str(cert)]
-    subprocess.run([*make.split(), *where], check=True, capture_output=True)
-    token.touch(0o600)
-    token.write_text("bench", encoding="ascii")
-    config = scratch / "rose.toml"
-    # Both ends share this machine, and with it the relay's memory: that is not to be measured here.
-    config.write_text(
-        f"""schema = 1
-[relay]
-url = "https://{link.near.address}:{_PORT}"
-capacity_bytes = {2 * nbytes + (64 << 20)}
-shared_memory = false
-tls_cert = "{cert}"
-tls_key = "{key}"
-tls_ca = "{cert}"
-token_file = "{token}"
-streams = {streams}
-congestion = "{congestion}"
-""",
-        encoding="utf-8",
-    )
-    return config
+        config = Path(scratch, "rose.toml")
+        section = secured(
+            Path(scratch), link.near.address, capacity_bytes=2 * nbytes + (64 << 20), streams=streams,
+            congestion=congestion,
+        )  # fmt: skip
+        config.write_text(f"schema = 1\n{section}", encoding="utf-8")
+        with (
+            relay_process(config, host=link.near.address, port=RELAY_PORT, prefix=link.near.prefix),
+            worker("rose_daemon.bench.link_worker", config, nbytes, seed, prefix=link.far.prefix) as far,
+        ):
+            yield far
 
 
 def _median(values: Iterator[float]) -> float:

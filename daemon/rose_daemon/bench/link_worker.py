@@ -14,21 +14,22 @@ from pathlib import Path
 from rose import config as configuration
 from rose.weights.relay.connecting import connect
 from rose_daemon.bench.transfer import JOB, Puller, anchor, push
+from rose_daemon.bench.worker import say
 
 
 async def _serve(config: Path, nbytes: int, seed: int) -> None:
     settings = configuration.load(config).relay
     version = anchor(nbytes, seed)
     async with connect(settings, timeout_s=600) as relay:
-        puller = Puller(relay, version)
-        print(f"ready {version.manifest.delta_bytes}", flush=True)
+        puller = Puller(relay, version.manifest)
+        say({"bytes": version.manifest.delta_bytes})
         while command := (await asyncio.to_thread(sys.stdin.readline)).strip():
             if command == "push":
                 await relay.delete(JOB, version.manifest.version)
                 took_s = await push(relay, version)
             else:
                 took_s = await puller.pull()
-            print(f"{took_s:.6f}", flush=True)
+            say(took_s)
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ async def _rounds(
     memory = memoryview(bytearray(version.manifest.delta_bytes))
     with PlainTcp("127.0.0.1", port) as sender:
         async with RelayClient(url, shared_memory=False) as far, RelayClient(url) as near:
-            over_tcp, from_memory = Puller(far, version), Puller(near, version)
+            over_tcp, from_memory = Puller(far, version.manifest), Puller(near, version.manifest)
             for number in range(rounds + 1):
                 seconds = {"tcp": await asyncio.to_thread(_timed, lambda: sender.fill(memory))}
                 seconds["push"] = await push(far, version, parallel=1)

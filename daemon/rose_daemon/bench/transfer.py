@@ -18,12 +18,14 @@ from rose.weights.bits import Bits, empty_buffer
 from rose.weights.container import EncodedVersion
 from rose.weights.digests import digest
 from rose.weights.encoding import encode_version
-from rose.weights.manifest import Bucket
+from rose.weights.manifest import Bucket, Manifest
 from rose.weights.relay import Relay
 from rose.weights.relay.ranges import PARALLEL, Range, fetch_ranges, run_some
 
 JOB = JobId("bench")
 _PARAMETER_BYTES = 1 << 20
+RELAY_PORT = 7702
+"""Of a relay in a network namespace of its own."""
 
 
 def anchor(nbytes: int, seed: int) -> EncodedVersion:
@@ -54,28 +56,58 @@ async def push(relay: Relay, version: EncodedVersion, *, parallel: int = PARALLE
 
 
 class Puller:
-    """Pulls the version into memory that it keeps, so that no fresh pages are part of the time."""
+    """Pulls a version into memory that it keeps, so that no fresh pages are part of the time."""
 
-    def __init__(self, relay: Relay, version: EncodedVersion) -> None:
+    def __init__(self, relay: Relay, manifest: Manifest) -> None:
         self._relay = relay
-        self._buckets = version.manifest.buckets
-        self._memory = {bucket.name: empty_buffer(bucket.size) for bucket in self._buckets}
-        for view in self._memory.values():
+        self._version = manifest.version
+        self._buckets = manifest.buckets
+        self.memory = {bucket.name: empty_buffer(bucket.size) for bucket in self._buckets}
+        """The buckets, once they were pulled."""
+        for view in self.memory.values():
             np.frombuffer(view, np.uint8)[:] = 0
 
     async def pull(self, *, parallel: int = PARALLEL) -> float:
         """Seconds from the request for the manifest to the last byte.  Raises RoseError for wrong bytes."""
         began = time.perf_counter()
-        committed = await self._relay.manifest(JOB, WeightVersion(1))
-        ranges = [Range(bucket.name, self._memory[bucket.name]) for bucket in self._buckets]
-        await fetch_ranges(
-            self._relay, JOB, WeightVersion(1), ranges, epoch=committed.epoch, parallel=parallel
-        )
+        committed = await self._relay.manifest(JOB, self._version)
+        ranges = [Range(bucket.name, self.memory[bucket.name]) for bucket in self._buckets]
+        await fetch_ranges(self._relay, JOB, self._version, ranges, epoch=committed.epoch, parallel=parallel)
         took_s = time.perf_counter() - began
         for bucket in self._buckets:
-            if await asyncio.to_thread(digest, self._memory[bucket.name]) != bucket.digest:
+            if await asyncio.to_thread(digest, self.memory[bucket.name]) != bucket.digest:
                 raise RoseError(f"{bucket.name}: other bytes arrived than were sent")
         return took_s
+
+
+def secured(
+    scratch: Path, address: str, *, capacity_bytes: int, streams: int, congestion: str, near: bool = False
+) -> str:
+    """A [relay] section with TLS and a token, as off loopback always; their files go to `scratch`.
+
+    `near` is for who shares the relay's host: it talks to the relay over loopback.
+    """
+    cert, key, token = scratch / "cert.pem", scratch / "key.pem", scratch / "token"
+    if not cert.exists():
+        make = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 1 -subj /CN=r"
+        names = f"subjectAltName=IP:{address},IP:127.0.0.1"
+        where = ["-addext", names, "-keyout", str(key), "-out", str(cert)]
+        subprocess.run([*make.split(), *where], check=True, capture_output=True)
+        token.touch(0o600)
+        token.write_text("bench", encoding="ascii")
+    host = "127.0.0.1" if near else address
+    # Both ends share this machine, and with it the relay's memory: that is not to be measured here.
+    return f"""[relay]
+url = "https://{host}:{RELAY_PORT}"
+capacity_bytes = {capacity_bytes}
+shared_memory = false
+tls_cert = "{cert}"
+tls_key = "{key}"
+tls_ca = "{cert}"
+token_file = "{token}"
+streams = {streams}
+congestion = "{congestion}"
+"""
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from rose.units import MIB
 from rose_daemon.harness.screen import Screen
 from rose_daemon.harness.summary import check_report_path, write_report
 
@@ -38,11 +39,16 @@ def link(
     loss: Annotated[int, typer.Option(min=0, max=100_000, help="Packets lost in a million, then.")] = 100,
     streams: Annotated[int, typer.Option(min=1, max=64, help="As relay.streams.")] = 8,
     congestion: Annotated[str, typer.Option(help="As relay.congestion.")] = "",
+    model_mib: Annotated[
+        int, typer.Option("--model-mib", min=0, max=16384, help="Size of the model updated; 0: none.")
+    ] = 1024,
+    updates: Annotated[int, typer.Option(min=1, max=20, help="Updates measured, after one to warm up.")] = 3,
+    replicas: Annotated[int, typer.Option(min=1, max=8, help="Engines of the host that is updated.")] = 2,
     seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of the bytes and the losses.")] = 1,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the report here.")] = None,
 ) -> None:
-    """Push and pull over an emulated link between two network namespaces, beside iperf3.  Needs root."""
-    from rose_daemon.bench import link_bench  # noqa: PLC0415 - NumPy is not for --help
+    """A whole version, and an update from publish() to all replicas, over an emulated link.  Needs root."""
+    from rose_daemon.bench import link_bench, update_bench  # noqa: PLC0415 - NumPy is not for --help
     from rose_daemon.bench.link import LinkSpec  # noqa: PLC0415
 
     check_report_path(json_file)
@@ -55,8 +61,13 @@ def link(
             rounds=rounds,
             streams=streams,
             congestion=congestion,
+            model_bytes=model_mib * MIB,
+            updates=updates,
+            replicas=replicas,
             say=screen.say,
         )
     if json_file is not None:
         write_report(json_file, report)
     link_bench.show(report, console)
+    if report["update"] is not None:
+        update_bench.show(report["update"], console)

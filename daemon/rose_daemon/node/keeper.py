@@ -1,6 +1,6 @@
 """The keeper of this host's copy of the checkpoint: it follows what is staged, or goes back to the pin.
 
-The copy moves behind the engines' backs, so an update never waits for it.  It gives each version's way back
+The copy moves after the engines, so an update never waits for it.  It gives each version's way back
 (`UndoReady`), and engines that restart a checkpoint to load without a download.  While an engine loads from
 it, the copy stands still.
 
@@ -35,6 +35,8 @@ from rose.weights.relay import Relay
 from rose.weights.store import WeightStore, version_name
 
 _ASK_RELAY_S = 3.0
+_HEAD_START_S = 0.1
+"""Of engines, when there is a new version: they are told of it meanwhile."""
 
 _T = TypeVar("_T")
 
@@ -73,6 +75,8 @@ class CopyKeeper:
         """It is known whether an earlier rosed left a copy."""
         self._still = asyncio.Condition()
         self._readers = 0
+        self._updates = 0
+        """Engines that are being updated."""
         self._moving = False
 
     @property
@@ -119,6 +123,17 @@ class CopyKeeper:
         async with self._reading():
             return await self._in_thread(self._decode, version_dir, manifest)
 
+    @contextlib.asynccontextmanager
+    async def engines_first(self) -> AsyncIterator[None]:
+        """An engine is being updated: the copy does not begin to move meanwhile, which would slow it down."""
+        self._updates += 1
+        try:
+            yield
+        finally:
+            self._updates -= 1
+            async with self._still:
+                self._still.notify_all()
+
     def distrust(self) -> None:
         """An engine that loaded the copy holds other bytes: make it anew before anybody uses it again."""
         self._known = False
@@ -139,6 +154,7 @@ class CopyKeeper:
                 while await self._move():
                     pass
                 await self._wanted.wait()
+                await asyncio.sleep(_HEAD_START_S)
         except (RoseError, OSError) as error:
             log.error("no copy of the checkpoint is kept", code="copy_failed", error=str(error))
         finally:
@@ -231,7 +247,7 @@ class CopyKeeper:
     async def _move(self) -> bool:
         """One step towards where the copy should be; False if it is there."""
         async with self._still:
-            await self._still.wait_for(lambda: not self._readers)
+            await self._still.wait_for(lambda: not self._readers and not self._updates)
             self._moving = True
         try:
             if self._copy is None:

@@ -12,8 +12,9 @@ from prometheus_client.registry import Collector
 from rose.core.lifecycle import ReplicaState
 from rose.core.nodeview import NodeView
 from rose.errors import NotReady
-from rose_daemon.node.updates import UpdateHistory
+from rose_daemon.node.updates import STAGING_PHASES, Staging, UpdateHistory
 
+_MS_PER_S = 1000.0
 _CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _PER_REPLICA = {
     "kv_used_blocks": "KV blocks in use",
@@ -41,6 +42,22 @@ class NodeCollector(Collector):
         updates.add_metric(["applied"], self._history.applied)
         updates.add_metric(["refused"], self._history.refused)
         yield updates
+        yield from self._weights()
+
+    def _weights(self) -> Iterator[Metric]:
+        """What the newest version took on its way, and what it changes."""
+        history = self._history
+        yield CounterMetricFamily("rose_weight_versions_staged", "Weight versions staged", history.staged)
+        text = "Bytes of the weight versions staged, as they travelled"
+        yield CounterMetricFamily("rose_weight_bytes_staged", text, history.staged_bytes)
+        if history.stagings:
+            yield from _newest(history.stagings[-1])
+        text = "Phases of a replica's latest weight update: stage, pause, apply, total"
+        phases = GaugeMetricFamily("rose_weight_update_seconds", text, labels=["replica", "phase"])
+        for replica, update in history.latest_applied().items():
+            for phase, took_ms in {**update.engine_ms, "total": update.total_ms}.items():
+                phases.add_metric([replica, phase], took_ms / _MS_PER_S)
+        yield phases
 
     @staticmethod
     def _memory(view: NodeView) -> Iterator[Metric]:
@@ -80,6 +97,32 @@ class NodeCollector(Collector):
                 if (value := getattr(replica, name)) is not None:
                     family.add_metric([replica.id], value)
         yield from (state, gate, drift, version, cuts, tokens, *gauges.values())
+
+
+def _newest(staging: Staging) -> Iterator[Metric]:
+    """Families of the version that was staged last."""
+    changed = staging.change.changed
+    yield GaugeMetricFamily("rose_weight_staged_version", "Weight version staged last", staging.version)
+    text = "Bytes of the weight version staged last, as it travelled"
+    yield GaugeMetricFamily("rose_weight_staged_bytes", text, staging.delta_bytes)
+    if changed:
+        text = "The same per changed weight"
+        yield GaugeMetricFamily("rose_weight_bytes_per_changed", text, staging.delta_bytes / changed)
+    density = GaugeMetricFamily(
+        "rose_weight_density", "Share of the weights that it changes, by kind of tensor", labels=["kind"]
+    )
+    for kind in staging.kinds:
+        density.add_metric([kind.kind], kind.density)
+    yield density
+    phases = GaugeMetricFamily(
+        "rose_weight_staging_seconds",
+        "Phases on its way here: encode and push (as the relay says), pull, verify, decode",
+        labels=["phase"],
+    )
+    for phase in STAGING_PHASES:
+        if (took_ms := getattr(staging, f"{phase}_ms")) is not None:
+            phases.add_metric([phase], took_ms / _MS_PER_S)
+    yield phases
 
 
 class MetricsServer:

@@ -16,7 +16,7 @@ from rose.core.events import MemoryObserved
 from rose.core.nodeview import GateView, MemoryView, NodeView, ReplicaView, UnknownSignal
 from rose.core.readings import Unknown
 from rose.units import NS_PER_MS, NS_PER_S, ReplicaId
-from rose_daemon.node.updates import Update, UpdateHistory
+from rose_daemon.node.updates import Staging, Update, UpdateHistory
 from rose_daemon.telemetry import faults
 from rose_daemon.telemetry.engine_metrics import Averages, EngineMetrics
 
@@ -92,6 +92,8 @@ def status_body(
         },
         "last_update": _update(history.latest(), view.now_ns),
         "updates": [_update(update, view.now_ns) for update in history],
+        "last_staging": _last_staging(history, view.now_ns),
+        "stagings": [_staging(staging, view.now_ns) for staging in history.stagings],
         "journal": {
             "lost": around.journal_lost,
             "gate_transitions_lost": around.gate_transitions_lost,
@@ -261,9 +263,42 @@ def _update(update: Update | None, now_ns: int) -> dict[str, Any] | None:
     if update is None:
         return None
     fields: dict[str, Any] = msgspec.to_builtins(update)
-    age_s = (now_ns - fields.pop("at_ns")) / NS_PER_S
-    total_ms = fields.pop("total_ms")
-    return {**fields, "ms": round(total_ms, 3), "age_s": round(age_s, 3)}
+    total_ms, at_ns = fields.pop("total_ms"), fields.pop("at_ns")
+    return {**fields, "ms": round(total_ms, 3), **_when(at_ns, now_ns)}
+
+
+def _staging(staging: Staging, now_ns: int) -> dict[str, Any]:
+    """What a version took to get here, and what it changes."""
+    fields: dict[str, Any] = msgspec.to_builtins(staging)
+    at_ns = fields.pop("at_ns")
+    del fields["kinds"]
+    changed = staging.change.changed
+    return {
+        **fields,
+        "changed": changed,
+        "density": staging.change.density,
+        "bytes_per_changed": staging.delta_bytes / changed if changed else None,
+        **_when(at_ns, now_ns),
+    }
+
+
+def _last_staging(history: UpdateHistory, now_ns: int) -> dict[str, Any] | None:
+    """The same of the newest one, with its densities by kind of tensor."""
+    if not history.stagings:
+        return None
+    staging = history.stagings[-1]
+    return {
+        **_staging(staging, now_ns),
+        "density_by_kind": {kind.kind: kind.density for kind in staging.kinds},
+    }
+
+
+def _when(at_ns: int, now_ns: int) -> dict[str, float]:
+    """How long ago, and when by the host's monotonic clock: to set it beside what others on the host saw."""
+    return {
+        "age_s": round((now_ns - at_ns) / NS_PER_S, 3),
+        "at_monotonic_s": round(at_ns / NS_PER_S, 4),
+    }
 
 
 def _signal(signal: UnknownSignal) -> dict[str, Any]:

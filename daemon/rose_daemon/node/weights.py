@@ -30,14 +30,15 @@ from rose.core.events import (
 from rose.core.shelf import Staged
 from rose.errors import CorruptDelta, RoseError, WrongBase
 from rose.units import NS_PER_MS, WeightVersion
-from rose.weights import container, receiver
+from rose.weights import receiver
+from rose.weights.inspection import changes
 from rose.weights.manifest import VERSION_MAX, squashed_job
 from rose.weights.relay import Relay, VersionStat
 from rose.weights.store import WeightStore
 from rose_daemon.node.engines import Engines
 from rose_daemon.node.keeper import CopyKeeper
 from rose_daemon.node.rounds import ENGINE_GONE, Outcome, UpdateRounds
-from rose_daemon.node.updates import Update, UpdateHistory
+from rose_daemon.node.updates import Staging, Update, UpdateHistory
 
 _POLL_WAIT_S = 20.0
 _BACKOFF_S = (0.5, 15.0)
@@ -70,6 +71,8 @@ class WeightAgent:
         self._clock_ns = clock_ns
         self._keeper = keeper
         self._squashed: list[VersionAvailable] = []
+        self._published: dict[WeightVersion, VersionStat] = {}
+        """What the relay says of versions that were not staged yet."""
         self.history = UpdateHistory()
         self.relay_error = ""
         """Why the relay could not be asked last time; empty while it answers."""
@@ -95,6 +98,7 @@ class WeightAgent:
             self.relay_error, backoff_s = self._behind(committed, known), _BACKOFF_S[0]
             for each in committed:
                 if each.version > known:
+                    self._published[each.version] = each
                     base = each.base_version
                     self._emit(
                         VersionAvailable(
@@ -136,9 +140,12 @@ class WeightAgent:
         try:
             directory = self._store.destination(order.job, order.version)
             job = squashed_job(order.job) if order.squashed else order.job
-            path = await receiver.pull(self._relay, job, order.version, directory, timeout_s=self._timeout_s)
-            patches = await self._keeper.decode(path)
-            manifest = await asyncio.to_thread(container.read_manifest, patches)
+            pulled = await receiver.pull(
+                self._relay, job, order.version, directory, timeout_s=self._timeout_s
+            )
+            began_ns = self._clock_ns()
+            patches = await self._keeper.decode(pulled.path)
+            decode_ms = (self._clock_ns() - began_ns) / NS_PER_MS
         except CorruptDelta as error:
             self._stage_failed(order, f"corrupt_version: {error.what}")
         except WrongBase as error:
@@ -148,20 +155,16 @@ class WeightAgent:
         except OSError as error:
             self._stage_failed(order, f"store: {error}")
         else:
-            log.info(
-                "version staged",
-                code="staged",
-                job=order.job,
-                version=order.version,
-                delta_bytes=manifest.wire_bytes,
-            )
-            self._emit(VersionStaged(order.job, order.version, manifest.base_version, str(patches)))
-            self._keeper.staged(Staged(order.version, manifest.base_version, str(patches)))
+            base_version = pulled.manifest.base_version
+            self._note_staging(pulled, decode_ms)
+            self._emit(VersionStaged(order.job, order.version, base_version, str(patches)))
+            self._keeper.staged(Staged(order.version, base_version, str(patches)))
 
     async def apply(self, order: ApplyVersion) -> None:
         """Update an engine and check its digests; WeightsApplied or WeightsRefused follows."""
         started_ns = self._clock_ns()
-        outcome = await self._rounds.go(order)
+        async with self._keeper.engines_first():
+            outcome = await self._rounds.go(order)
         self._note(order, started_ns, outcome)
         if outcome.reason:
             refusal = WeightsRefused(
@@ -196,6 +199,29 @@ class WeightAgent:
 
     def _stage_failed(self, order: PullVersion, reason: str) -> None:
         self._emit(VersionStageFailed(order.job, order.version, reason))
+
+    def _note_staging(self, pulled: receiver.Pulled, decode_ms: float) -> None:
+        manifest = pulled.manifest
+        published = self._published.get(manifest.version)
+        self._published = {
+            version: stat for version, stat in self._published.items() if version > manifest.version
+        }
+        staging = Staging(
+            version=manifest.version,
+            base_version=manifest.base_version,
+            at_ns=self._clock_ns(),
+            encode_ms=None if published is None else published.encode_ms,
+            push_ms=None if published is None else published.push_ms,
+            pull_ms=pulled.pull_ms,
+            verify_ms=pulled.verify_ms,
+            decode_ms=decode_ms,
+            delta_bytes=manifest.delta_bytes,
+            kinds=changes(manifest),
+        )
+        self.history.add_staging(staging)
+        facts = msgspec.to_builtins(staging)
+        del facts["kinds"]
+        log.info("version staged", code="staged", job=manifest.job, **facts)
 
     def _note(self, order: ApplyVersion, started_ns: int, outcome: Outcome) -> None:
         if outcome.held_back or outcome.reason == ENGINE_GONE:

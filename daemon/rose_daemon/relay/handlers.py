@@ -23,6 +23,7 @@ from rose.weights.relay import RelayDenied, VersionGone
 from rose.weights.relay.http import (
     BULK_PATH,
     DIGEST_HEADER,
+    ENCODE_MS_HEADER,
     EPOCH_HEADER,
     HOST_HEADER,
     MISSING,
@@ -34,7 +35,7 @@ from rose.weights.relay.http import (
 )
 from rose.weights.relay.shared import host_id
 from rose.weights.relay.sockets import AS_THE_SYSTEM_DOES, Sending
-from rose_daemon.relay import bulk, requests
+from rose_daemon.relay import bulk, metrics, requests
 from rose_daemon.relay.arena import ArenaPool
 from rose_daemon.relay.bulk import Bulk
 from rose_daemon.relay.pools import MemoryBlock, Pool
@@ -74,6 +75,7 @@ class RelayHandlers(Generic[B]):
         app.add_routes(
             [
                 web.get("/health", self._health),
+                web.get("/metrics", self._metrics),
                 web.get(f"{ROOT}/{{job}}", self._stat),
                 web.get(f"{ROOT}/{{job}}/latest", self._latest),
                 web.put(f"{VERSION_ROOT}/manifest", self._commit),
@@ -103,6 +105,11 @@ class RelayHandlers(Generic[B]):
     async def _health(self, _request: web.Request) -> web.Response:
         return answer({"ok": True})
 
+    async def _metrics(self, _request: web.Request) -> web.Response:
+        return web.Response(
+            body=metrics.exposition(self.vault), headers={"Content-Type": metrics.CONTENT_TYPE}
+        )
+
     async def _stat(self, request: web.Request) -> web.Response:
         await self.tidy()
         return answer(self.vault.stat(requests.job(request)))
@@ -126,7 +133,8 @@ class RelayHandlers(Generic[B]):
         if (manifest.job, manifest.version) != key:
             raise BadRequest(f"the manifest is of version {manifest.version} of {manifest.job}")
         await self.tidy()
-        if missing := self.vault.commit(key, manifest):
+        encode_ms = requests.milliseconds(request, ENCODE_MS_HEADER)
+        if missing := self.vault.commit(key, manifest, time.monotonic(), encode_ms=encode_ms):
             refusal = Refusal(MISSING, f"{len(missing)} buckets are missing", missing)
             return answer(refusal, status=MISSING_STATUS)
         async with self._news:

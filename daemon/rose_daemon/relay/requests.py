@@ -76,6 +76,19 @@ def wait_s(request: web.Request) -> float:
     return seconds
 
 
+def milliseconds(request: web.Request, header: str) -> float | None:
+    """A duration in a header; None where it is not told."""
+    if (text := request.headers.get(header)) is None:
+        return None
+    try:
+        duration_ms = float(text)
+    except ValueError:
+        duration_ms = math.nan
+    if not 0 <= duration_ms < math.inf:
+        raise BadRequest(f"{header} is a number of milliseconds")
+    return duration_ms
+
+
 def content(size: int | None, digest: str) -> tuple[int, str]:
     """Size and digest that a writer promises."""
     if size is None or not 0 < size <= BUCKET_BYTES_MAX:

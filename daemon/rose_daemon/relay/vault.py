@@ -20,6 +20,7 @@ from rose.weights.relay import JobStat, RelayFull, VersionGone, VersionStat
 
 Key = tuple[JobId, WeightVersion]
 
+_MS_PER_S = 1000.0
 _PAGE_BYTES = 4096
 """Granularity of charges: covers the bookkeeping of even the smallest bucket."""
 
@@ -48,6 +49,7 @@ class _Bucket(Generic[B]):
 @dataclass(eq=False)
 class _Staged(Generic[B]):
     touched_s: float
+    began_s: float
     buckets: dict[str, _Bucket[B]] = field(default_factory=dict)
     writers: int = 0
 
@@ -57,6 +59,7 @@ class _Committed(Generic[B]):
     manifest: Manifest
     encoded: bytes
     buckets: dict[str, _Bucket[B]]
+    stat: VersionStat
     readers: int = 0
     deleted: bool = False
 
@@ -108,7 +111,7 @@ class Vault(Generic[B]):
         except RelayFull:
             self.used_bytes -= charge
             raise
-        staged = self._staged.setdefault(key, _Staged(now_s))
+        staged = self._staged.setdefault(key, _Staged(now_s, now_s))
         staged.writers += 1
         return Reservation(key, bucket, digest, block, staged)
 
@@ -155,7 +158,9 @@ class Vault(Generic[B]):
 
     # ---- committed versions ----
 
-    def commit(self, key: Key, manifest: Manifest) -> tuple[str, ...]:
+    def commit(
+        self, key: Key, manifest: Manifest, now_s: float, *, encode_ms: float | None = None
+    ) -> tuple[str, ...]:
         """Make a version visible; answers the buckets that are missing, in which case nothing changes.
 
         Raises VersionConflict if it is committed with another manifest, RelayFull.
@@ -164,7 +169,7 @@ class Vault(Generic[B]):
             if committed.manifest != manifest:
                 raise VersionConflict(f"version {key[1]} is committed with another manifest")
             return ()
-        staged = self._staged.get(key, _Staged(0))
+        staged = self._staged.get(key, _Staged(now_s, now_s))
         missing = tuple(
             wanted.name
             for wanted in manifest.buckets
@@ -176,8 +181,15 @@ class Vault(Generic[B]):
         encoded = manifests.encode(manifest)
         self._charge(_charge(len(encoded)))
         wanted_names = {wanted.name for wanted in manifest.buckets}
+        stat = VersionStat(
+            version=key[1],
+            base_version=manifest.base_version,
+            bytes=manifest.delta_bytes,
+            encode_ms=encode_ms,
+            push_ms=(now_s - staged.began_s) * _MS_PER_S,
+        )
         self._committed[key] = _Committed(
-            manifest, encoded, {name: staged.buckets.pop(name) for name in wanted_names}
+            manifest, encoded, {name: staged.buckets.pop(name) for name in wanted_names}, stat
         )
         self.abort(key)
         return ()
@@ -233,6 +245,10 @@ class Vault(Generic[B]):
         for key in list(self._committed):
             self.delete(key)
 
+    def jobs(self) -> list[JobId]:
+        """All jobs of which there are committed versions."""
+        return sorted({job for job, _ in self._committed})
+
     def stat(self, job: JobId) -> JobStat:
         """What is held of a job."""
         return JobStat(
@@ -240,13 +256,7 @@ class Vault(Generic[B]):
             capacity_bytes=self.capacity_bytes,
             used_bytes=self.used_bytes,
             committed=tuple(
-                VersionStat(
-                    version=key[1],
-                    base_version=committed.manifest.base_version,
-                    bytes=committed.manifest.delta_bytes,
-                )
-                for key, committed in sorted(self._committed.items())
-                if key[0] == job
+                committed.stat for key, committed in sorted(self._committed.items()) if key[0] == job
             ),
             staged=tuple(sorted(version for of, version in self._staged if of == job)),
         )

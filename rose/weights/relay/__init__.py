@@ -47,6 +47,10 @@ class VersionStat(msgspec.Struct, frozen=True, kw_only=True):
     base_version: WeightVersion | None
     bytes: int
     """Sum of its buckets."""
+    encode_ms: float | None = None
+    """What its trainer took to make and check it, if that was told."""
+    push_ms: float | None = None
+    """From the first byte until it was committed, as the relay saw it."""
 
 
 class JobStat(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,9 +89,12 @@ class Relay(Protocol):
         another one, RelayFull, CorruptDelta if other bytes arrived than `digest` says.
         """
 
-    async def commit(self, job: JobId, version: WeightVersion, manifest: Manifest) -> tuple[str, ...]:
+    async def commit(
+        self, job: JobId, version: WeightVersion, manifest: Manifest, *, encode_ms: float | None = None
+    ) -> tuple[str, ...]:
         """Make the version visible, whole and immutable.  Answers the missing buckets; none: it is committed.
 
+        `encode_ms` is shown to those who ask what an update took (`VersionStat`), and means nothing else.
         Idempotent.  Raises VersionConflict if it is committed with another manifest, RelayFull.
         """
 

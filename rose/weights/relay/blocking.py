@@ -33,9 +33,11 @@ class BlockingRelay:
         """See `Relay.put_bucket`."""
         self._run(self._relay.put_bucket(job, version, bucket, data, digest))
 
-    def commit(self, job: JobId, version: WeightVersion, manifest: Manifest) -> tuple[str, ...]:
+    def commit(
+        self, job: JobId, version: WeightVersion, manifest: Manifest, *, encode_ms: float | None = None
+    ) -> tuple[str, ...]:
         """See `Relay.commit`."""
-        return self._run(self._relay.commit(job, version, manifest))
+        return self._run(self._relay.commit(job, version, manifest, encode_ms=encode_ms))
 
     def abort(self, job: JobId, version: WeightVersion) -> None:
         """See `Relay.abort`."""

@@ -23,6 +23,7 @@ from rose.weights import manifest as manifests
 from rose.weights.manifest import BUCKET_PATTERN, MANIFEST_BYTES_MAX, Manifest, valid_job
 from rose.weights.relay import Committed, EpochChanged, JobStat, RelayUnavailable
 from rose.weights.relay.http import (
+    ENCODE_MS_HEADER,
     EPOCH_HEADER,
     HOST_HEADER,
     MISSING,
@@ -66,15 +67,17 @@ class ControlClient:
         """The machine of a relay whose memory can be read directly, once it has answered."""
         self._session: aiohttp.ClientSession | None = None
 
-    async def commit(self, job: JobId, version: WeightVersion, manifest: Manifest) -> tuple[str, ...]:
+    async def commit(
+        self, job: JobId, version: WeightVersion, manifest: Manifest, *, encode_ms: float | None = None
+    ) -> tuple[str, ...]:
         """See `Relay.commit`."""
         body = manifests.encode(manifest)
+        headers = {} if encode_ms is None else {ENCODE_MS_HEADER: f"{encode_ms:.3f}"}
 
         async def attempt() -> tuple[str, ...]:
             try:
-                async with self.request(
-                    "PUT", f"{version_path(job, version)}/manifest", data=chunks(memoryview(body))
-                ):
+                path = f"{version_path(job, version)}/manifest"
+                async with self.request("PUT", path, headers=headers, data=chunks(memoryview(body))):
                     return ()
             except _MissingBuckets as missing:
                 return missing.names

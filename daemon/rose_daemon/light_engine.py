@@ -1,8 +1,9 @@
-"""A light engine for tests: the plugin's live weights over a plain torch module, behind the same endpoints.
+"""A light engine: the plugin's live weights over a plain torch module, behind the endpoints of an engine.
 
-    python applier.py --model CHECKPOINT --port N        (ROSE_ENGINE_* as for a real engine)
+    python -m rose_daemon.light_engine --model CHECKPOINT --port N        (ROSE_ENGINE_* as for a real engine)
 
-It starts in a second or two and runs the code that a vLLM worker runs for an update.
+It starts in a second or two and runs the code that a vLLM worker runs for an update, but generates nothing.
+For tests, and for `rose bench link`.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def _tensor(bits: Bits) -> torch.Tensor:
     return words.view(_TORCH[bits.dtype]).reshape(bits.shape)
 
 
-class Applier:
+class LightEngine:
     """The endpoints."""
 
     _staged: Staged
@@ -55,6 +56,7 @@ class Applier:
         self._live = LiveWeights(module_of(state), version=settings.weight_version)
 
     async def engine(self, _: web.Request) -> web.Response:
+        """What runs here."""
         return web.json_response(
             {
                 "role": "rollout",
@@ -66,6 +68,7 @@ class Applier:
         )
 
     async def update(self, request: web.Request) -> web.Response:
+        """Stage a version and apply it."""
         body = await request.json()
         began = time.monotonic()
         if refusal := self._stage(body):
@@ -76,18 +79,22 @@ class Applier:
         return web.json_response({**answer, "ms": ms})
 
     async def stage(self, request: web.Request) -> web.Response:
+        """Stage a version."""
         if refusal := self._stage(await request.json()):
             return refusal
         ms = {"stage": self._staged.stage_ms}
         return web.json_response({"version": self._staged.version, "changed": self._staged.changed, "ms": ms})
 
     async def apply(self, _: web.Request) -> web.Response:
+        """Apply what is staged."""
         return web.json_response(self._apply())
 
     async def undo(self, _: web.Request) -> web.Response:
+        """Take back what was applied."""
         return web.json_response(self._live.undo_applied())
 
     async def settle(self, _: web.Request) -> web.Response:
+        """Let go of the way back."""
         return web.json_response(self._live.discard())
 
     def _stage(self, body: dict[str, Any]) -> web.Response | None:
@@ -110,6 +117,7 @@ class Applier:
         return {"version": staged.version, "changed": staged.changed, "ms": {"pause": ms, "apply": ms}}
 
     async def digests(self, _: web.Request) -> web.Response:
+        """Digests of the live parameters."""
         return web.json_response(self._live.digests())
 
 
@@ -118,18 +126,19 @@ async def _healthy(_: web.Request) -> web.Response:
 
 
 def main() -> None:
+    """Serve until killed."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--port", type=int, required=True)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    applier = Applier(PluginSettings.require("rollout"), arguments.model)
+    engine = LightEngine(PluginSettings.require("rollout"), arguments.model)
     application: Any = web.Application()
     application.router.add_get("/health", _healthy)
-    application.router.add_get("/rose/v1/engine", applier.engine)
-    for call in (applier.update, applier.stage, applier.apply, applier.undo, applier.settle):
+    application.router.add_get("/rose/v1/engine", engine.engine)
+    for call in (engine.update, engine.stage, engine.apply, engine.undo, engine.settle):
         application.router.add_post(f"/rose/v1/weights/{call.__name__}", call)
-    application.router.add_get("/rose/v1/weights/digests", applier.digests)
+    application.router.add_get("/rose/v1/weights/digests", engine.digests)
     web.run_app(application, host="127.0.0.1", port=arguments.port, print=None)
 
 
