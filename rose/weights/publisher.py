@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import TracebackType
 from typing import Self, TypedDict, TypeVar, Unpack
 
@@ -292,10 +293,7 @@ class Publisher:
     def _push(self, encoded: EncodedVersion, encode_ms: float | None = None) -> None:
         """Have the relay commit a version, whatever is there of it already."""
         manifest = encoded.manifest
-
-        def commit() -> tuple[str, ...]:
-            return self._relay.commit(self._job, manifest.version, manifest, encode_ms=encode_ms)
-
+        commit = partial(self._relay.commit, self._job, manifest.version, manifest, encode_ms=encode_ms)
         missing = commit()
         for _ in range(_COMMIT_ROUNDS_MAX):
             if not missing:
