@@ -266,12 +266,16 @@ int64_t rose_apply(const rose_map *map, const uint8_t *payloads, const int64_t *
     return total;
 }
 
+static int out_of_range(const int64_t *indices, int64_t count, int64_t n) {
+    uint64_t largest = 0; /* a negative index is a large one */
+    for (int64_t k = 0; k < count; k++) largest = (uint64_t)indices[k] > largest ? (uint64_t)indices[k] : largest;
+    return count && largest >= (uint64_t)n;
+}
+
 int64_t rose_scatter(void *target, int64_t n, int32_t width, const int64_t *indices, const void *values,
                      int64_t count) {
     if (n < 0 || count < 0) return ROSE_MISUSE;
-    uint64_t largest = 0; /* a negative index is a large one */
-    for (int64_t k = 0; k < count; k++) largest = (uint64_t)indices[k] > largest ? (uint64_t)indices[k] : largest;
-    if (count && largest >= (uint64_t)n) return ROSE_MISUSE;
+    if (out_of_range(indices, count, n)) return ROSE_MISUSE;
     if (width == 1)
         for (int64_t k = 0; k < count; k++) ((uint8_t *)target)[indices[k]] = ((const uint8_t *)values)[k];
     else if (width == 2)
@@ -279,6 +283,44 @@ int64_t rose_scatter(void *target, int64_t n, int32_t width, const int64_t *indi
     else
         return ROSE_MISUSE;
     return count;
+}
+
+enum {
+    EXCHANGE_BLOCK = 4096, /* words that are read back while they are in the cache */
+    EXCHANGE_AHEAD = 32,   /* words asked for before they are needed: the wait for memory is most of the work */
+};
+
+#define EXCHANGE(bits)                                                                                            \
+    static int64_t exchange_##bits(uint##bits##_t *target, const int64_t *indices, const uint##bits##_t *values,  \
+                                   uint##bits##_t *before, int64_t count) {                                       \
+        int64_t wrong = 0;                                                                                        \
+        for (int64_t first = 0; first < count; first += EXCHANGE_BLOCK) {                                         \
+            const int64_t last = first + least(EXCHANGE_BLOCK, count - first);                                    \
+            for (int64_t k = first; k < last; k++) {                                                              \
+                if (k + EXCHANGE_AHEAD < count) __builtin_prefetch(&target[indices[k + EXCHANGE_AHEAD]], 1);      \
+                before[k] = target[indices[k]];                                                                   \
+                target[indices[k]] = values[k];                                                                   \
+            }                                                                                                     \
+            for (int64_t k = first; k < last; k++)                                                                \
+                wrong += *(volatile uint##bits##_t *)&target[indices[k]] != values[k];                            \
+        }                                                                                                         \
+        return wrong;                                                                                             \
+    }
+EXCHANGE(8)
+EXCHANGE(16)
+EXCHANGE(32)
+EXCHANGE(64)
+
+int64_t rose_exchange(void *target, int64_t n, int32_t width, const int64_t *indices, const void *values,
+                      void *before, int64_t count) {
+    if (n < 0 || count < 0 || out_of_range(indices, count, n)) return ROSE_MISUSE;
+    switch (width) {
+    case 1: return exchange_8(target, indices, values, before, count);
+    case 2: return exchange_16(target, indices, values, before, count);
+    case 4: return exchange_32(target, indices, values, before, count);
+    case 8: return exchange_64(target, indices, values, before, count);
+    default: return ROSE_MISUSE;
+    }
 }
 
 int64_t rose_bytes_pack_bound(int64_t n) { return 8 + 2 * n; }

@@ -119,6 +119,11 @@ ROSE_API int64_t rose_apply_scratch_bytes(int64_t chunk_elements);
 ROSE_API int64_t rose_scatter(void *target, int64_t n, int32_t width, const int64_t *indices, const void *values,
                               int64_t count);
 
+/* The same, for words of 1, 2, 4 or 8 bytes: what was there goes to `before`, and every word is read back once it
+ * was written, while it is in the cache.  Returns how many words read back other than written. */
+ROSE_API int64_t rose_exchange(void *target, int64_t n, int32_t width, const int64_t *indices, const void *values,
+                               void *before, int64_t count);
+
 /* Order-0 coding of one byte plane.  Returns the length of the coded bytes, or ROSE_CORRUPT. */
 ROSE_API int64_t rose_bytes_pack(const uint8_t *plane, int64_t n, const rose_encoder_symbol *table, uint8_t *out,
                                  int64_t out_capacity);

@@ -135,9 +135,11 @@ def test_bits_that_do_not_stay_are_taken_back(tmp_path: Path, monkeypatch: pytes
     staged = live.stage(write(tmp_path / "v1", before, stepped(before)), 1, 0)
     do, calls = module._Write.do, []
 
-    def lossy(self: Any, words: Any) -> None:
+    def lossy(self: Any, words: Any) -> Any:
         calls.append(self)
-        do(self, words ^ 1 if len(calls) == 5 else words)
+        lost = len(calls) == 5
+        before, same = do(self, words ^ 1 if lost else words)
+        return before, same and not lost
 
     monkeypatch.setattr(module._Write, "do", lossy)
     with pytest.raises(module.ApplyFailed, match="reads back"):
@@ -173,9 +175,11 @@ def test_an_undo_that_fails_is_no_version(tmp_path: Path, monkeypatch: pytest.Mo
         pass
     do, calls = module._Write.do, []
 
-    def lossy(self: Any, words: Any) -> None:
+    def lossy(self: Any, words: Any) -> Any:
         calls.append(self)
-        do(self, words ^ 1 if len(calls) >= 5 else words)
+        lost = len(calls) >= 5
+        before, same = do(self, words ^ 1 if lost else words)
+        return before, same and not lost
 
     if when == "in the middle":
         monkeypatch.setattr(module._Write, "do", lossy)

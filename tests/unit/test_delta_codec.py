@@ -216,6 +216,36 @@ def test_scatter_writes_all_or_nothing(kernels: dict[str, Kernels]) -> None:
         assert words[0] == 0
 
 
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.uint32, np.uint64])
+def test_exchange_answers_what_was_there(
+    kernels: dict[str, Kernels], dtype: type[np.unsignedinteger]
+) -> None:
+    rng = np.random.default_rng(4)
+    start = rng.integers(0, 100, 20_000).astype(dtype)
+    at = np.flatnonzero(rng.random(start.size) < 0.6)
+    values = rng.integers(100, 200, at.size).astype(dtype)
+    for some in kernels.values():
+        words = start.copy()
+        before, same = some.exchange(words, at, values)
+        assert same
+        assert np.array_equal(before, start[at])
+        assert np.array_equal(words[at], values)
+        some.exchange(words, at, before)
+        assert np.array_equal(words, start)
+        for bad in (start.size, -1, 1 << 62):
+            with pytest.raises(IndexError):
+                some.exchange(words, np.array([0, bad]), values[:2])
+        assert np.array_equal(words, start)
+        assert some.exchange(words, at[:0], values[:0])[1]
+
+
+def test_exchange_says_when_a_word_reads_back_otherwise(kernels: dict[str, Kernels]) -> None:
+    """Two values for one index: only the second can be there."""
+    for some in kernels.values():
+        words = np.zeros(4, np.uint16)
+        assert not some.exchange(words, np.array([2, 2]), np.array([5, 6], np.uint16))[1]
+
+
 def test_arguments_that_cannot_be(kernels: dict[str, Kernels]) -> None:
     words = np.zeros(4, np.uint16)
     with pytest.raises(ValueError, match="flat"):

@@ -303,9 +303,11 @@ def test_where_one_rank_fails_to_write_the_others_can_be_taken_back(
     fleet.lives[0].apply(staged[0])
     do, calls = module._Write.do, []
 
-    def lossy(self: Any, words: Any) -> None:
+    def lossy(self: Any, words: Any) -> Any:
         calls.append(self)
-        do(self, words ^ 1 if len(calls) == 3 else words)
+        lost = len(calls) == 3
+        before, same = do(self, words ^ 1 if lost else words)
+        return before, same and not lost
 
     monkeypatch.setattr(module._Write, "do", lossy)
     with pytest.raises(ApplyFailed):

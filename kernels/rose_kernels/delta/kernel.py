@@ -132,6 +132,10 @@ class Kernels(Protocol):
         """Write values at indices, all of them or (IndexError) none."""
         ...
 
+    def exchange(self, target: Words, indices: Indices, values: Words) -> tuple[Words, bool]:
+        """`scatter`, and what was there before; also whether all reads back as written."""
+        ...
+
     def pack_plane(self, plane: Bytes, table: Frequencies) -> bytes:
         """Order-0 code of up to 2^18 bytes."""
         ...

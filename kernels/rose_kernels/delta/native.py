@@ -28,7 +28,7 @@ _ENCODER_SYMBOL_BYTES = 16
 _FUNCTIONS = (
     "rose_encoder_tables", "rose_decoder_tables", "rose_scan", "rose_scan_scratch_bytes", "rose_pack",
     "rose_pack_bound", "rose_unpack", "rose_unpack_scratch_bytes", "rose_apply", "rose_apply_scratch_bytes",
-    "rose_scatter", "rose_bytes_pack", "rose_bytes_pack_bound", "rose_bytes_unpack",
+    "rose_scatter", "rose_exchange", "rose_bytes_pack", "rose_bytes_pack_bound", "rose_bytes_unpack",
 )  # fmt: skip
 
 
@@ -47,6 +47,8 @@ def load(path: Path, *, portable: bool = False) -> NativeKernels:
     library = ctypes.CDLL(str(path))
     if not hasattr(library, "rose_delta_abi") or library.rose_delta_abi() != _ABI:
         raise OSError(f"{path} is not of this version of ROSE")
+    if missing := [name for name in _FUNCTIONS if not hasattr(library, name)]:
+        raise OSError(f"{path} was built of older sources: it has no {missing[0]}")
     for name in _FUNCTIONS:
         getattr(library, name).restype = ctypes.c_int64
     return NativeKernels(library, portable=portable)
@@ -285,6 +287,21 @@ class NativeKernels:
         )
         if done < 0:
             raise IndexError("an index lies outside the tensor")
+
+    def exchange(self, target: Words, indices: Indices, values: Words) -> tuple[Words, bool]:
+        """See `kernel.Kernels`."""
+        if indices.shape != values.shape or values.dtype != target.dtype or not target.flags.c_contiguous:
+            raise ValueError("one value per index, of the target's dtype")
+        indices, values = np.ascontiguousarray(indices, np.int64), np.ascontiguousarray(values)
+        before = np.empty_like(values)
+        width = ctypes.c_int32(target.itemsize)
+        wrong = self.library.rose_exchange(
+            _at(target), *_int64(target.size), width, _at(indices), _at(values), _at(before),
+            *_int64(indices.size),
+        )  # fmt: skip
+        if wrong < 0:
+            raise IndexError("an index lies outside the tensor")
+        return before, wrong == 0
 
     def pack_plane(self, plane: Bytes, table: Frequencies) -> bytes:
         """See `kernel.Kernels`."""

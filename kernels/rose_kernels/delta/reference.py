@@ -412,6 +412,14 @@ class ReferenceKernels:
             raise IndexError("an index lies outside the tensor")
         target[indices] = values
 
+    def exchange(self, target: Words, indices: Indices, values: Words) -> tuple[Words, bool]:
+        """See `kernel.Kernels`."""
+        if indices.size and not 0 <= int(indices.min()) <= int(indices.max()) < target.size:
+            raise IndexError("an index lies outside the tensor")
+        before = target[indices]
+        target[indices] = values
+        return before, np.array_equal(target[indices], values)
+
     def pack_plane(self, plane: Bytes, table: Frequencies) -> bytes:
         """See `kernel.Kernels`."""
         first, second, words = encode_symbols([(symbol, table) for symbol in plane.tolist()])
