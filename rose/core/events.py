@@ -93,6 +93,8 @@ class VersionAvailable(Event, frozen=True):
     """What fetching it takes; 0 if not known."""
     squashed: bool = False
     """Said of the delta on `base_version` that the trainer offers beside the version itself."""
+    more: bool = False
+    """More is told right after this: the way to take is chosen once all is known."""
 
 
 class VersionStaged(Event, frozen=True):

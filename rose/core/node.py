@@ -69,7 +69,7 @@ class NodeMachine:
         self.replicas = {each.replica: HostedReplica(settings, each) for each in settings.replicas}
         self.shelf = VersionShelf()
         self._now_ns = 0
-        self._begun = False
+        self._begun = self._more_to_come = False
         self._shutting_down = False
         self._scheduler_session: str | None = None
         self._rl_step = 0
@@ -97,7 +97,7 @@ class NodeMachine:
         effects: list[NodeEffect] = []
         match event:
             case Tick():
-                self._begun = True
+                self._begun, self._more_to_come = True, False
             case ServingObserved() | MemoryObserved() | DeviceObserved() | ReplicaObserved():
                 effects = self._observe(event)
             case EngineStarted() | EngineReady() | EngineExited():
@@ -190,6 +190,7 @@ class NodeMachine:
             return self._foreign_job(event.job)
         match event:
             case VersionAvailable(version=version, base_version=base, nbytes=nbytes):
+                self._more_to_come = event.more
                 if not event.squashed:
                     self.shelf.available(version, base, anchor=event.anchor, nbytes=nbytes)
                 elif base is not None:
@@ -336,7 +337,7 @@ class NodeMachine:
             for hosted in self.replicas.values():
                 effects += hosted.life.advance(self._now_ns, may_start=self._device_free(hosted))
             effects += next_updates(self.replicas.values(), self.shelf, self._now_ns)
-            effects += self._pull()
+            effects += [] if self._more_to_come else self._pull()
         routed_by = tuple(
             (report.state, report.weight_version, report.kv_budget_tokens) for report in self.reports()
         )

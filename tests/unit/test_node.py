@@ -556,6 +556,26 @@ def test_an_engine_on_a_mixture_of_weights_is_restarted() -> None:
     assert {effect.together for effect in bench.all(ApplyVersion)} == {(OPP, DED)}
 
 
+def test_the_way_is_chosen_once_all_versions_are_known() -> None:
+    """Or a host that comes late would begin with the chain, however much shorter another way is."""
+    bench = up()
+    versions = [
+        VersionAvailable(JOB, WeightVersion(each), WeightVersion(each - 1), nbytes=100, more=True)
+        for each in range(1, 5)
+    ]
+    squashed = VersionAvailable(JOB, WeightVersion(4), WeightVersion(0), nbytes=150, squashed=True)
+    bench(*versions, squashed)
+    assert bench.all(PullVersion) == [PullVersion(JOB, WeightVersion(4), WeightVersion(0), squashed=True)]
+
+
+def test_versions_are_fetched_even_if_no_more_is_told_after_all() -> None:
+    bench = up()
+    bench(VersionAvailable(JOB, WeightVersion(1), WeightVersion(0), more=True))
+    assert not bench.all(PullVersion)
+    bench(Tick())
+    assert bench.all(PullVersion) == [PullVersion(JOB, WeightVersion(1), WeightVersion(0))]
+
+
 def test_a_version_that_cannot_be_staged_is_tried_again() -> None:
     bench = up()
     bench(VersionAvailable(JOB, WeightVersion(1)))

@@ -258,7 +258,7 @@ async def test_every_version_is_reported_once_whatever_the_relay_does(bench: Ben
     bench.relay.publish(second)
     sizes = [sum(bucket.size for bucket in each.manifest.buckets) for each in (first, second)]
     wanted = [
-        VersionAvailable(JOB, V1, V0, nbytes=sizes[0]),
+        VersionAvailable(JOB, V1, V0, nbytes=sizes[0], more=True),
         VersionAvailable(JOB, WeightVersion(2), V1, nbytes=sizes[1]),
     ]
     await until(lambda: bench.events == wanted)

@@ -96,17 +96,9 @@ class WeightAgent:
                 backoff_s = min(2 * backoff_s, _BACKOFF_S[1])
                 continue
             self.relay_error, backoff_s = self._behind(committed, known), _BACKOFF_S[0]
-            for each in committed:
-                if each.version > known:
-                    self._published[each.version] = each
-                    base = each.base_version
-                    self._emit(
-                        VersionAvailable(
-                            self._job, each.version, base, anchor=base is None, nbytes=each.bytes
-                        )
-                    )
-            if newest is not None:
-                self._tell_squashed(squashed)
+            fresh = [each for each in committed if each.version > known]
+            self._published.update((each.version, each) for each in fresh)
+            self._tell(fresh, squashed)
             known = max(known, newest or known, *(each.version for each in committed))
 
     def _behind(self, committed: Sequence[VersionStat], known: WeightVersion) -> str:
@@ -124,16 +116,26 @@ class WeightAgent:
             log.warning(text, code="job_id_reused")
         return text
 
-    def _tell_squashed(self, committed: Iterable[VersionStat]) -> None:
-        """Report squashed deltas that were not there last time."""
+    def _tell(self, versions: Iterable[VersionStat], squashed: Iterable[VersionStat]) -> None:
+        """Report what is new, all of it before anything is fetched."""
         found = [
-            VersionAvailable(self._job, each.version, each.base_version, nbytes=each.bytes, squashed=True)
-            for each in committed
+            VersionAvailable(
+                self._job,
+                each.version,
+                each.base_version,
+                anchor=each.base_version is None,
+                nbytes=each.bytes,
+            )
+            for each in versions
         ]
-        for event in found:
-            if event not in self._squashed:
-                self._emit(event)
-        self._squashed = found
+        shortcuts = [
+            VersionAvailable(self._job, each.version, each.base_version, nbytes=each.bytes, squashed=True)
+            for each in squashed
+        ]
+        found += [event for event in shortcuts if event not in self._squashed]
+        self._squashed = shortcuts or self._squashed
+        for number, event in enumerate(found, 1):
+            self._emit(msgspec.structs.replace(event, more=number < len(found)))
 
     async def pull(self, order: PullVersion) -> None:
         """Stage a version; VersionStaged or VersionStageFailed follows."""
