@@ -168,6 +168,11 @@ class HostCopy:
                 found.append(Undo(manifest.version, manifest.base_version, entry))
         return tuple(sorted(found, key=lambda undo: -undo.base))
 
+    @property
+    def can_rewind(self) -> bool:
+        """Whether there is a way back from the version it holds."""
+        return bool(self._record.earlier) and (self.directory / "undo" / version_name(self.version)).is_dir()
+
     def verify(self) -> None:
         """Compute all digests from the files.  Raises CorruptDelta naming a parameter that differs."""
         for name, bits in self._state.items():
@@ -207,7 +212,7 @@ class HostCopy:
     def rewind(self) -> WeightVersion:
         """Go back to the version before; answers it.  Raises NotFound if there is no way back."""
         path = self.directory / "undo" / version_name(self.version)
-        if not self._record.earlier or not path.is_dir():
+        if not self.can_rewind:
             raise NotFound(f"version {self.version} of {self._record.job} cannot be taken back on this host")
         manifest = container.read_manifest(path)
         version, origin = self._record.earlier[-1]

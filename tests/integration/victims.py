@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+import traceback
 from collections.abc import Callable
 
 
@@ -15,6 +16,9 @@ def victim(work: Callable[[], object], kill_after_s: float | None) -> bool:
         try:
             work()
             os._exit(0)
+        except BaseException:  # say what it was: nothing of a forked process reaches pytest
+            traceback.print_exc()
+            raise
         finally:
             os._exit(1)
     if kill_after_s is not None:
