@@ -82,15 +82,13 @@ class EngineExited(Event, frozen=True):
 
 
 class VersionAvailable(Event, frozen=True):
-    """The relay has a committed version for our job; its base, if that is known."""
+    """The relay has a committed version for our job; its base (an anchor has none) and size, if known."""
 
     job: JobId
     version: WeightVersion
     base_version: WeightVersion | None = None
     anchor: bool = False
-    """It has no base: what is before it need not be fetched."""
     nbytes: int = 0
-    """What fetching it takes; 0 if not known."""
     squashed: bool = False
     """Said of the delta on `base_version` that the trainer offers beside the version itself."""
     more: bool = False
