@@ -7,9 +7,12 @@ whole requests to get there.  *Frozen* means that the budget does not grow befor
 much memory comes free: a budget that follows serving up and down would abort again and again.
 
 "One cut" protects rollout from being cut over and over for the same pressure; it must not leave serving
-short.  So while frozen a second cut is made only when the first was applied, `settle_ns` passed for the
-memory to come back, and a reading taken after that still shows less than the headroom free.  Further cuts
-are spaced by the same rule, down to the minimum.
+short either (ours).  So while frozen a second cut waits until the first was applied and `settle_ns` passed,
+as only then it shows what came back.  What is free from then on is the *floor*.  A shortage that stands
+still at the floor is not cut for again: serving asks for no more, and the next cut would end turns for
+nothing.  It is cut for again once free memory has fallen below the floor by `fall_share` of the headroom, as
+serving goes on growing; or while less than `critical_share` of the headroom is free, where a serving engine
+that wants more could not show it.  Every further cut has a floor of its own, down to the minimum.
 
 An RL step thaws.  The budget then grows by what the next known reading shows to be free beyond the
 headroom: never on an unknown reading, never on one from before the thaw, never on one that cannot tell
@@ -67,6 +70,10 @@ class MemorySettings(msgspec.Struct, frozen=True, kw_only=True):
     budget_blocks_min: int = 4
     settle_ns: int = 1_000_000_000
     """How long after an applied cut a reading counts as taken after it."""
+    fall_share: float = 0.1
+    """By how much of the headroom free memory has to fall after a cut for another one in the same RL step."""
+    critical_share: float = 0.25
+    """With less of the headroom free than this, cuts go on."""
     block_bytes: int = 0
     """Bytes of one KV block; 0 if not known: then a thaw gives the whole budget back or nothing."""
 
@@ -75,6 +82,8 @@ class MemorySettings(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"headroom_share must lie in [0, 1), not {self.headroom_share}")
         if not 0 < self.cut_share < 1:
             raise ValueError(f"cut_share must lie between 0 and 1, not {self.cut_share}")
+        if not 0 <= self.fall_share <= 1 or not 0 <= self.critical_share <= 1:
+            raise ValueError("fall_share and critical_share must lie in [0, 1]")
         if self.budget_blocks_min < 1 or self.settle_ns < 0 or self.block_bytes < 0:
             raise ValueError("budget_blocks_min must be above 0, settle_ns and block_bytes not below")
 
@@ -103,6 +112,8 @@ class MemoryPolicy:
         0 if not known."""
         self.cuts = 0
         self._settled_ns = 0
+        self._floor_bytes: int | None = None
+        """Most spare bytes (at most 0) that were read since the latest cut settled; None before."""
         self._thaw_due = False
         self._grow_due = False
 
@@ -132,10 +143,13 @@ class MemoryPolicy:
     def observed(self, reading: MemoryReading, now_ns: int) -> Cut | None:
         """The device's memory was read; answers the cut to make, if any."""
         spare = reading.spare_bytes(self._settings.headroom_share)
-        if isinstance(spare, Unknown):
+        headroom = reading.headroom_bytes(self._settings.headroom_share)
+        if isinstance(spare, Unknown) or isinstance(headroom, Unknown):
             return None
+        cut_due = spare < 0 and self._may_cut(spare, headroom, now_ns)
+        self._raise_floor(spare, now_ns)
         if spare < 0:
-            return self._cut("headroom_entered") if self._may_cut(now_ns) else None
+            return self._cut("headroom_entered") if cut_due else None
         if self._grow_due and self.total_blocks and reading.attributed:
             assert self.state is MemoryState.NORMAL, self.state
             self._grow_due = False
@@ -166,14 +180,24 @@ class MemoryPolicy:
             self.state = MemoryState.NORMAL
             self._grow_due = True
 
-    def _may_cut(self, now_ns: int) -> bool:
+    def _may_cut(self, spare_bytes: int, headroom_bytes: int, now_ns: int) -> bool:
         match self.state:
             case MemoryState.NORMAL:
                 return True
             case MemoryState.PRESSURE:
                 return False
             case MemoryState.FROZEN:
-                return now_ns >= self._settled_ns
+                if now_ns < self._settled_ns:
+                    return False
+                settings, floor = self._settings, self._floor_bytes
+                fell = floor is not None and spare_bytes < floor - settings.fall_share * headroom_bytes
+                return fell or spare_bytes + headroom_bytes < settings.critical_share * headroom_bytes
+
+    def _raise_floor(self, spare_bytes: int, now_ns: int) -> None:
+        """What is free now is what the latest cut has brought, or more than was known to have come back."""
+        if self.state is MemoryState.FROZEN and now_ns >= self._settled_ns:
+            seen_bytes = min(spare_bytes, 0)
+            self._floor_bytes = max(seen_bytes, seen_bytes if self._floor_bytes is None else self._floor_bytes)
 
     def _cut(self, reason: str) -> Cut | None:
         before = self.usable_blocks  # half of what it cannot have anyway would be nothing
@@ -182,6 +206,7 @@ class MemoryPolicy:
             return None
         self.budget_blocks = after
         self.state = MemoryState.PRESSURE
+        self._floor_bytes = None
         self._grow_due = self._thaw_due = False
         self.cuts += 1
         return Cut(before, after, reason)

@@ -77,14 +77,64 @@ def test_a_second_reclaim_in_the_same_rl_step_cuts_nothing() -> None:
     assert policy.budget_blocks == 50
 
 
-def test_serving_still_short_after_the_cut_was_measured_is_cut_for_again() -> None:
+def short_by(spare_bytes: int) -> MemoryReading:
+    """The headroom is 200 bytes."""
+    return MemoryReading(serving_bytes=800, free_bytes=200 - spare_bytes, total_bytes=1000)
+
+
+def cut_and_settled(first: MemoryReading) -> MemoryPolicy:
+    """Cut at 0, applied at 5 s: what is read from 6 s on is what the cut has brought."""
     policy = sized()
-    policy.observed(SHORT, 0)
+    assert policy.observed(first, 0) == Cut(100, 50, "headroom_entered")
     policy.applied(5 * NS_PER_S)
-    assert policy.observed(SHORT, 6 * NS_PER_S - 1) is None, "memory had no time to come back"
-    assert policy.observed(SHORT, 6 * NS_PER_S) == Cut(50, 25, "headroom_entered")
-    assert policy.state is MemoryState.PRESSURE
-    assert policy.observed(SHORT, 60 * NS_PER_S) is None, "the second cut is not applied yet"
+    assert policy.observed(short_by(199), 6 * NS_PER_S - 1) is None, "memory had no time to come back"
+    return policy
+
+
+@pytest.mark.parametrize("spare_bytes", [1, 60, 130])
+def test_a_shortage_that_stands_still_is_cut_for_once(spare_bytes: int) -> None:
+    policy = cut_and_settled(short_by(spare_bytes))
+    for second in range(6, 600):
+        assert policy.observed(short_by(spare_bytes + second % 20), second * NS_PER_S) is None
+    assert (policy.budget_blocks, policy.state) == (50, MemoryState.FROZEN)
+
+
+def test_serving_that_goes_on_growing_is_cut_for_as_it_grows() -> None:
+    policy = cut_and_settled(short_by(40))
+    assert policy.observed(short_by(40), 6 * NS_PER_S) is None
+    assert policy.observed(short_by(60), 7 * NS_PER_S) is None, "a tenth of the headroom is noise"
+    assert policy.observed(short_by(61), 8 * NS_PER_S) == Cut(50, 25, "headroom_entered")
+    assert policy.observed(short_by(199), 60 * NS_PER_S) is None, "the second cut is not applied yet"
+    policy.applied(60 * NS_PER_S)
+    assert policy.observed(short_by(61), 61 * NS_PER_S) is None, "its own floor"
+    assert policy.observed(short_by(81), 62 * NS_PER_S) is None
+    assert policy.observed(short_by(82), 63 * NS_PER_S) == Cut(25, 12, "headroom_entered")
+
+
+def test_memory_that_comes_back_slowly_raises_the_floor() -> None:
+    policy = cut_and_settled(short_by(100))
+    for second, spare in enumerate((100, 80, 50, 20), start=6):
+        assert policy.observed(short_by(spare), second * NS_PER_S) is None
+    assert policy.observed(short_by(41), 20 * NS_PER_S) == Cut(50, 25, "headroom_entered")
+
+
+def test_serving_that_comes_back_into_the_headroom_is_cut_for_again() -> None:
+    policy = cut_and_settled(short_by(100))
+    assert policy.observed(ROOMY, 7 * NS_PER_S) is None
+    assert policy.observed(short_by(20), 8 * NS_PER_S) is None
+    assert policy.observed(short_by(21), 9 * NS_PER_S) == Cut(50, 25, "headroom_entered")
+
+
+def test_next_to_nothing_free_is_cut_for_until_there_is_something() -> None:
+    """Serving that wants more than there is cannot show it in what is free."""
+    policy, second = cut_and_settled(short_by(200)), 6
+    while policy.budget_blocks > SETTINGS.budget_blocks_min:
+        before = policy.budget_blocks
+        assert policy.observed(short_by(199), second * NS_PER_S) is not None
+        assert policy.budget_blocks < before
+        policy.applied(second * NS_PER_S)
+        second += 1
+    assert policy.observed(short_by(199), second * NS_PER_S) is None, "there is nothing left to cut"
 
 
 def test_memory_that_came_back_is_not_cut_for_again() -> None:
@@ -185,6 +235,8 @@ def test_an_unknown_or_contradictory_reading_changes_nothing(reading: MemoryRead
         {"cut_share": 1.0},
         {"budget_blocks_min": 0},
         {"settle_ns": -1},
+        {"fall_share": -0.1},
+        {"critical_share": 1.1},
         {"block_bytes": -1},
     ],
 )
