@@ -428,6 +428,14 @@ class BoardPaths(NamedTuple):
         """Ring of StepRecord of one engine, serving or rollout, where its step log is on."""
         return self.run_dir / f"steps-{engine}.ring"
 
+    def served(self, serving: str) -> Path:
+        """Ring of ServedRequest of a serving engine, for rosed."""
+        return self.run_dir / f"served-{serving}.ring"
+
+    def lent_steps(self, replica: str) -> Path:
+        """Ring of StepRecord of a rollout engine on lent time, for rosed; `steps` has other readers."""
+        return self.run_dir / f"lent-{replica}.ring"
+
 
 __all__ = [
     "Activity", "Bell", "BoardPaths", "BoardReader", "BoardWriter", "GatePolicy", "Owner", "ReplicaReading",

@@ -18,6 +18,7 @@ from typing import Any, Literal
 import msgspec
 
 from rose.config_environ import readable, with_environment
+from rose.config_lending import LendingConfig
 from rose.config_rules import check
 from rose.errors import ConfigError
 from rose.units import JobId, NodeId, ReplicaId
@@ -328,6 +329,7 @@ class Config(_Section, frozen=True):
     mps: MpsConfig = MpsConfig()
     admission: AdmissionConfig = AdmissionConfig()
     memory: MemoryConfig = MemoryConfig()
+    lending: LendingConfig = LendingConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     relay: RelayConfig = RelayConfig()
     job: JobConfig = JobConfig()

@@ -13,6 +13,7 @@ from urllib.parse import SplitResult, urlsplit
 import msgspec
 
 from rose.core.admission import LEASE_NS_MAX
+from rose.core.hours import Hours
 from rose.core.readings import BOARD_STALE_MS_MIN, HEARTBEAT_MS
 from rose.errors import ConfigError
 from rose.units import MIB, NS_PER_MS
@@ -30,11 +31,12 @@ _ABOVE_ZERO = (
     "scheduler.suspect_after_ms", "scheduler.stall_timeout_ms", "scheduler.turn_stall_timeout_s",
     "scheduler.queue_max", "scheduler.body_bytes_max", "relay.capacity_bytes", "relay.stage_ttl_s",
     "relay.streams", "relay.mooncake_replicas", "relay.mooncake_lease_s",
-    "job.trajectories_per_replica_max",
+    "job.trajectories_per_replica_max", "lending.switchback_window_s",
 )  # fmt: skip
 _NOT_NEGATIVE = (
     "node.weights_undo_max", "device.memory_bytes", "mps.memory_bytes", "memory.shared_kv_bytes",
     "admission.token_cap", "admission.margin_ms", "relay.pace_bytes_per_s",
+    "lending.harm_requests_min", "lending.drill_period_s",
     "job.n_rl", "job.n_serving_max", "job.staleness_max", "scheduler.lease_min_s",
 )  # fmt: skip
 _URL_MAX = 512
@@ -76,6 +78,7 @@ def check(config: Config, source: str) -> None:
     _check_numbers(config, refuse)
     _check_metrics(config, refuse)
     _check_mps(config, refuse)
+    _check_lending(config, refuse)
     _check_addresses(config, refuse)
 
 
@@ -164,6 +167,24 @@ def _check_mps(config: Config, refuse: _Refuse) -> None:
         refuse("mps.run_dir", f"{mps.run_dir} {why}", "such as /run/rose/mps")
     if mps.enabled and config.device.kind != "cuda":
         refuse("mps.enabled", "needs device.kind cuda")
+
+
+def _check_lending(config: Config, refuse: _Refuse) -> None:
+    lending = config.lending
+    for hours in lending.hours:
+        try:
+            Hours.parse(hours)
+        except ValueError as error:
+            refuse("lending.hours", str(error))
+    for name in ("kv_share_max", "drill_share_max"):
+        if not 0 < getattr(lending, name) <= 1:
+            refuse(f"lending.{name}", "must lie in (0, 1]")
+    if not 0 <= lending.harm_share_max <= 1:
+        refuse("lending.harm_share_max", "must lie in [0, 1]")
+    if not 0 <= lending.switchback_share <= 0.5:
+        refuse("lending.switchback_share", "must lie in [0, 0.5]")
+    if lending.harm_window_s < 60:
+        refuse("lending.harm_window_s", "must be at least 60", "harm is counted by the minute")
 
 
 def _check_ports(config: Config, refuse: _Refuse) -> None:

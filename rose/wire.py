@@ -133,6 +133,14 @@ class ActivityRequest(Message, frozen=True):
     active: bool
 
 
+class LendRequest(Message, frozen=True):
+    """`rose lend off`: nothing is lent from now on, over restarts of rosed too; `rose lend on`."""
+
+    on: bool
+    reset: bool = False
+    """Refill the error budget."""
+
+
 class PinRequest(Message, frozen=True):
     """`rose weights rollback JOB VERSION`: go back to a version and stay; None (`follow`) ends that."""
 
@@ -149,7 +157,9 @@ class Reply(Message, frozen=True):
     body: dict[str, Any] | None = None
 
 
-ControlRequest = StatusRequest | ReclaimRequest | GateRequest | DrainRequest | ActivityRequest | PinRequest
+ControlRequest = (
+    StatusRequest | ReclaimRequest | GateRequest | DrainRequest | ActivityRequest | LendRequest | PinRequest
+)
 
 _to_scheduler = msgspec.msgpack.Decoder(ToScheduler)
 _to_node = msgspec.msgpack.Decoder(ToNode)

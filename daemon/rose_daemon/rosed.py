@@ -36,6 +36,7 @@ from rose_daemon.node import preflight
 from rose_daemon.node.control import ControlServer
 from rose_daemon.node.driver import NodeDriver
 from rose_daemon.node.engines import CommandBuilder
+from rose_daemon.node.lending import without_lent
 from rose_daemon.node.metrics import MetricsServer, NodeCollector
 from rose_daemon.node.orders import Orders
 from rose_daemon.node.reload import reconfigure
@@ -61,7 +62,8 @@ def main() -> None:
         build = _builder(arguments.engine_builder)
         preflight.prepare_host(config)
         claim(Path(config.node.state_dir))
-        uvloop.run(serve(preflight.with_ports(config), build, lambda: configuration.load(arguments.config)))
+        running = preflight.with_ports(without_lent(config))
+        uvloop.run(serve(running, build, lambda: without_lent(configuration.load(arguments.config))))
     except RoseError as error:
         print(f"rosed: {error.what}", file=sys.stderr)
         if error.hint:
@@ -82,7 +84,7 @@ async def serve(config: Config, build: CommandBuilder, load: Callable[[], Config
         await control.start()
         stack.push_async_callback(control.close)
         if config.node.metrics_port:
-            collector = NodeCollector(driver.machine.view, driver.weights.history)
+            collector = NodeCollector(driver.machine.view, driver.weights.history, driver.lending.lender.view)
             metrics = MetricsServer(collector, config.node.metrics_port)
             await metrics.start()
             stack.push_async_callback(metrics.close)

@@ -1,4 +1,4 @@
-"""`rose jobs`, `rose nodes`, `rose trajectories`, `rose explain`: what rose-scheduler knows, and why."""
+"""`rose jobs`, `rose nodes`, `rose trajectories`, `rose explain TURN`: what rose-scheduler knows, and why."""
 
 from __future__ import annotations
 
@@ -31,7 +31,6 @@ _WIDTH_PIPED = 160
 jobs_app = typer.Typer(rich_markup_mode=None, add_completion=False)
 nodes_app = typer.Typer(rich_markup_mode=None, add_completion=False)
 trajectories_app = typer.Typer(rich_markup_mode=None, add_completion=False)
-explain_app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 
 def _scheduler(config: Path | None, url: str | None) -> Scheduler:
@@ -112,14 +111,8 @@ def trajectories(
     )
 
 
-@explain_app.command("explain")
-def explain(
-    turn: Annotated[str, typer.Argument(help="A turn id: answers carry it in x-rose-turn-id.")],
-    as_json: JsonOption = False,
-    url: UrlOption = None,
-    config: ConfigOption = None,
-) -> None:
-    """Say why a turn went where it did, and what ended its attempts.  Exit code 4 if it is not known."""
+def explain_turn(turn: str, as_json: bool, url: str | None, config: Path | None) -> None:
+    """Print why a turn went where it did, and what ended its attempts.  Raises NotFound."""
     found = _scheduler(config, url).call("GET", f"/rose/v1/turns/{quote(turn, safe='')}")
     if as_json:
         print(json.dumps(found, indent=2))

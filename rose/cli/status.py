@@ -70,6 +70,8 @@ def _host(body: dict[str, Any]) -> RenderableType:
     table.add_row("memory", _memory(body["memory"]))
     gate = body["gate"]
     table.add_row("gate", _gate(gate))
+    if "lending" in body:
+        table.add_row("lending", lending_line(body["lending"]))
     job, scheduler = body["job"], body["scheduler"]
     table.add_row("scheduler", f"{scheduler['state']} at {scheduler['address']}")
     table.add_row(
@@ -152,6 +154,18 @@ def _gate(gate: dict[str, Any]) -> str:
     if gate["open"] is None:
         return _NOTHING_LENT
     return f"{'open' if gate['open'] else 'closed'} ({gate['reason']})"
+
+
+def lending_line(lending: dict[str, Any]) -> str:
+    """Whether the host lends, what harm was done, and how soon memory is back."""
+    parts = [f"stopped ({lending['closed']}): {lending['text']}" if lending["closed"] else "lends"]
+    harm = lending["late_by_rollout"] + lending["late_by_unknown"]
+    left = lending["budget_left_share"]
+    budget = "only measured" if left is None else f"{left:.0%} of the error budget left"
+    parts.append(f"{harm} of {lending['requests']} requests late by rollout ({budget})")
+    if lending["take_back_p99_ms"] is not None:
+        parts.append(f"memory back within {lending['take_back_p99_ms']:.0f} ms (p99)")
+    return "  ".join(parts)
 
 
 def _update(update: dict[str, Any] | None) -> str:

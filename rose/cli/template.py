@@ -9,11 +9,13 @@ import ast
 import inspect
 import json
 import textwrap
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
 
 from rose import config as config_module
+from rose import config_lending
 from rose.config import SCHEMA, Config, ReplicaConfig
 
 _WIDTH = 100
@@ -44,17 +46,17 @@ def render() -> str:
 class _Documentation:
     """Docstrings of the configuration's classes, and of the keys in them."""
 
-    def __init__(self, tree: ast.Module) -> None:
+    def __init__(self, trees: Iterable[ast.Module]) -> None:
         self.sections: dict[str, str] = {}
         self.keys: dict[tuple[str, str], str] = {}
-        for node in tree.body:
+        for node in (node for tree in trees for node in tree.body):
             if isinstance(node, ast.ClassDef):
                 self.sections[node.name] = ast.get_docstring(node) or ""
                 self._read_keys(node)
 
     @classmethod
     def read(cls) -> _Documentation:
-        return cls(ast.parse(inspect.getsource(config_module)))
+        return cls(ast.parse(inspect.getsource(module)) for module in (config_module, config_lending))
 
     def _read_keys(self, section: ast.ClassDef) -> None:
         for field, text in zip(section.body, section.body[1:], strict=False):

@@ -21,6 +21,8 @@ class Dormancy:
         self.leased = False
         self.switched_off = False
         """By the operator."""
+        self.suspended = False
+        """Nothing is lent on this host now."""
         self.active = not follows_leases
         """What the engine is told."""
         self.since_ns: int | None = None
@@ -33,7 +35,8 @@ class Dormancy:
     @property
     def wanted(self) -> bool:
         """Whether it should be active."""
-        return not self.switched_off and (self.leased or not self._follows_leases)
+        off = self.switched_off or self.suspended
+        return not off and (self.leased or not self._follows_leases)
 
     @property
     def usable(self) -> bool:

@@ -87,8 +87,16 @@ class ReportNow(Effect, frozen=True):
     """Send the scheduler a heartbeat at once, as something it routes by has changed."""
 
 
+class TakeBackMeasured(Effect, frozen=True):
+    """A drill is over: so long it took to have the memory of some blocks back."""
+
+    replica: ReplicaId
+    blocks: int
+    duration_ns: int
+
+
 NodeEffect = (
-    Say | StartEngine | StopEngine | PublishGate | PullVersion | ApplyVersion | ReportNow
+    Say | StartEngine | StopEngine | PublishGate | PullVersion | ApplyVersion | ReportNow | TakeBackMeasured
 )  # fmt: skip
 
 

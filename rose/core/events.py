@@ -9,6 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from rose.core.readings import ReplicaReading, SlackReading, Unknown
+from rose.core.report import ReplicaReport as ReplicaReport  # noqa: PLC0414 - others import it from here
 from rose.units import JobId, NodeId, ReplicaId, TrajectoryId, TurnId, WeightVersion
 
 
@@ -213,6 +214,23 @@ class PolicyChanged(Event, frozen=True):
     margin_ns: int
 
 
+class LendingDecided(Event, frozen=True):
+    """The lender (`rose.core.lender`) decided whether this host lends."""
+
+    closed: int | None
+    """Why it does not: a GateReason; None: it does."""
+    text: str
+    reserve_bytes: int = 0
+    """Memory to keep free for serving, where that is more than the headroom."""
+
+
+class DrillRequested(Event, frozen=True):
+    """Take some blocks from a replica for a moment: how long does it take to have their memory back?"""
+
+    replica: ReplicaId
+    blocks: int
+
+
 class PinRequested(Event, frozen=True):
     """The operator holds this host's engines at `version`, or lets them follow new ones again (None).
 
@@ -227,43 +245,17 @@ class ShutdownRequested(Event, frozen=True):
     """Stop every engine this node started; leave the serving engine alone."""
 
 
+ReplicaOrder = ReclaimRequested | GateOverridden | DrainRequested | ActivityRequested | LeaseChanged
 NodeEvent = (
     Tick | ServingObserved | ReplicaObserved | MemoryObserved | DeviceObserved | EngineStarted | EngineReady
     | EngineExited | VersionAvailable | VersionStaged | VersionStageFailed | VersionsPruned | UndoReady
     | WeightsApplied | WeightsRefused | SchedulerConnected | SchedulerLost | StepBegan | ReclaimRequested
     | GateOverridden | DrainRequested | PinRequested | ShutdownRequested
-    | ActivityRequested | LeaseChanged | PolicyChanged
+    | ActivityRequested | LeaseChanged | PolicyChanged | LendingDecided | DrillRequested
 )  # fmt: skip
 
 
 # ---- cluster machine (rose-scheduler) -----------------------------------------------------------
-
-
-class ReplicaReport(msgspec.Struct, frozen=True):
-    """What a node says of one replica, in its registration and in every heartbeat."""
-
-    replica: ReplicaId
-    kind: str
-    """`dedicated` or `opportunistic`."""
-    state: str
-    """A `rose.core.node.ReplicaState` value; turns are sent only to `ready` ones."""
-    url: str
-    model: str
-    weight_version: WeightVersion | None
-    """None: not known, as of an engine that ROSE does not manage."""
-    updating: bool = False
-    gate_open: bool | None = None
-    """None: not known (counts as closed)."""
-    kv_budget_tokens: int = 0
-    kv_used_tokens: int = 0
-    context_tokens_max: int = 0
-    serving_kv_used_share: float | None = None
-    device: str = ""
-    """Identity of the serving device lent (for `at most one job per serving GPU`); empty if dedicated."""
-    hardware: str = ""
-    """What the device is rich in for its price, `compute` or `bandwidth`; empty: not told."""
-    engine: str = "vllm"
-    """Whose API it speaks: `vllm` or `sglang`."""
 
 
 class NodeRegistered(Event, frozen=True):

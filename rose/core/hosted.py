@@ -14,6 +14,7 @@ from rose.core.memory import Cut, MemoryPolicy, MemoryReading, MemoryState
 from rose.core.nodeview import GateView, MemoryView, NodeSettings, ReplicaSettings, ReplicaView, WeightUpdate
 from rose.core.readings import GateMode, GatePolicy, GateReason, LimitStatus, ReplicaReading, Unknown
 from rose.core.shelf import Staged, VersionShelf
+from rose.core.terms import Drill, Terms
 from rose.units import NS_PER_MS, ReplicaId, WeightVersion
 
 _INACTIVE_BLOCKS = 1
@@ -33,6 +34,7 @@ class HostedReplica:
             self.memory = MemoryPolicy(msgspec.structs.replace(node.memory, block_bytes=settings.block_bytes))
         self.dormancy = Dormancy(follows_leases=settings.follows_leases and self.memory is not None)
         self.life.inactive = not self.dormancy.usable
+        self.terms = Terms(node.kv_share_max)
         self.reading: ReplicaReading | Unknown = Unknown("not_observed")
         self.override: GateMode | None = None
         self.override_tokens = 0
@@ -56,12 +58,13 @@ class HostedReplica:
 
         A dedicated replica harms nobody: always open, unless the operator says otherwise.  Beside serving
         the gate is closed for a replica of no use (failed, ending, or drained with nothing left in flight),
-        and, whatever the operator says, while the device's memory is unknown or the device is in trouble.
+        and, whatever the operator says, while nothing is lent, the device's memory is unknown or the device
+        is in trouble.
         """
         if self.memory is None:
             return GateMode.OPEN if self.override is None else self.override
         useless = self.retired or self.life.state in {ReplicaState.FAILED, ReplicaState.STOPPING}
-        useless = useless or not self.dormancy.active
+        useless = useless or not self.dormancy.active or self.terms.closed is not None
         if useless or (self.life.draining and self._idle) or self.device_closed is not None:
             return GateMode.CLOSED
         return self._node.gate_mode if self.override is None else self.override
@@ -92,16 +95,19 @@ class HostedReplica:
             revision=self.revision, alive_until_ns=now_ns + self._node.gate_lease_ns
         )
         self.dormancy.told(self.revision)
+        self.terms.told(self.revision)
         return [PublishGate(self.settings.replica, self.published)]
 
     @property
     def _limit_blocks(self) -> int:
         if self.memory is None:
             return 0
-        return self.memory.limit_blocks if self.dormancy.active else _INACTIVE_BLOCKS
+        return self.terms.limit_blocks(self.memory) if self.dormancy.active else _INACTIVE_BLOCKS
 
     @property
     def _closed_reason(self) -> GateReason:
+        if self.terms.closed is not None:
+            return self.terms.closed
         if not self.dormancy.active:
             return GateReason.INACTIVE
         return self.device_closed or GateReason.CLOSED_BY_OPERATOR
@@ -123,11 +129,12 @@ class HostedReplica:
         self.dormancy.engine_gone()
         self.life.inactive = not self.dormancy.active
 
-    def observed(self, reading: ReplicaReading | Unknown, now_ns: int) -> None:
+    def observed(self, reading: ReplicaReading | Unknown, now_ns: int) -> list[NodeEffect]:
         """The engine's board was read: its size, and how far it obeys."""
         self.reading = reading
+        overdue = self.terms.overdue(self.settings.replica, now_ns)
         if isinstance(reading, Unknown):
-            return
+            return overdue
         if self.memory:
             self.memory.sized(reading.kv_total_blocks, reading.kv_budget_blocks)
         ahead = reading.policy_revision > self.revision
@@ -135,17 +142,37 @@ class HostedReplica:
         if ahead or refused:  # an earlier rosed wrote to this engine: number on from there
             self.revision = reading.policy_revision
             self.published = None
-            return
+            return overdue
         obeyed = reading.policy_revision == self.revision and reading.limit_status == LimitStatus.APPLIED
         if self.memory and obeyed:
             self.memory.applied(now_ns)
             self.dormancy.obeyed(reading.policy_revision, now_ns)
             self.life.inactive = not self.dormancy.usable
+            overdue += self.terms.obeyed(reading.policy_revision, self.settings.replica, now_ns)
+        return overdue
 
     def memory_observed(self, reading: MemoryReading, now_ns: int) -> list[NodeEffect]:
         """The shared device's memory was read."""
         cut = self.memory.observed(reading, now_ns) if self.memory else None
         return [self._say_cut(cut)] if cut else []
+
+    def set_terms(self, closed: GateReason | None, reserve_bytes: int) -> None:
+        """Whether anything is lent, and what has to stay free."""
+        assert self.memory is not None
+        self.terms.closed = closed
+        self.dormancy.suspended = self.terms.suspended
+        self.memory.reserve_bytes = reserve_bytes
+
+    def drill(self, blocks: int, now_ns: int) -> list[NodeEffect]:
+        """Take some blocks for a moment, if nothing else is under way with the replica's memory."""
+        memory = self.memory
+        running = self.life.phase is Phase.RUNNING and self.life.applying is None and self.dormancy.usable
+        if memory is None or not running or memory.state is MemoryState.PRESSURE or self.terms.drill:
+            return []
+        allowed_blocks = min(memory.usable_blocks, self.terms.cap_blocks(memory)) - blocks
+        if blocks > 0 and allowed_blocks >= self._node.memory.budget_blocks_min:
+            self.terms.drill = Drill(blocks, allowed_blocks, now_ns)
+        return []
 
     def reclaim(self, reason: str) -> list[NodeEffect]:
         """Somebody wants the replica's memory."""
@@ -181,6 +208,7 @@ class HostedReplica:
         if not self.life.exited(reason, now_ns, restart=restart):
             return False
         self.reading = Unknown("engine_gone")
+        self.terms.drill = None
         self._activity_over()
         if self.memory:
             self.memory.engine_gone(now_ns)

@@ -111,6 +111,8 @@ class MemoryPolicy:
         """What the engine says it may use; below the budget where memory is shared and others hold it.
         0 if not known."""
         self.cuts = 0
+        self.reserve_bytes = 0
+        """What to keep free where that is more than the headroom (`rose.core.takeback`)."""
         self._settled_ns = 0
         self._floor_bytes: int | None = None
         """Most spare bytes (at most 0) that were read since the latest cut settled; None before."""
@@ -146,6 +148,8 @@ class MemoryPolicy:
         headroom = reading.headroom_bytes(self._settings.headroom_share)
         if isinstance(spare, Unknown) or isinstance(headroom, Unknown):
             return None
+        spare -= max(0, self.reserve_bytes - headroom)
+        headroom = max(headroom, self.reserve_bytes)
         cut_due = spare < 0 and self._may_cut(spare, headroom, now_ns)
         self._raise_floor(spare, now_ns)
         if spare < 0:
@@ -196,8 +200,8 @@ class MemoryPolicy:
     def _raise_floor(self, spare_bytes: int, now_ns: int) -> None:
         """What is free now is what the latest cut has brought, or more than was known to have come back."""
         if self.state is MemoryState.FROZEN and now_ns >= self._settled_ns:
-            seen_bytes = min(spare_bytes, 0)
-            self._floor_bytes = max(seen_bytes, seen_bytes if self._floor_bytes is None else self._floor_bytes)
+            seen_bytes, floor = min(spare_bytes, 0), self._floor_bytes
+            self._floor_bytes = seen_bytes if floor is None else max(floor, seen_bytes)
 
     def _cut(self, reason: str) -> Cut | None:
         before = self.usable_blocks  # half of what it cannot have anyway would be nothing

@@ -20,17 +20,20 @@ from rose.core.events import (
     ActivityRequested,
     DeviceObserved,
     DrainRequested,
+    DrillRequested,
     EngineExited,
     EngineReady,
     EngineStarted,
     GateOverridden,
     LeaseChanged,
+    LendingDecided,
     MemoryObserved,
     NodeEvent,
     PinRequested,
     PolicyChanged,
     ReclaimRequested,
     ReplicaObserved,
+    ReplicaOrder,
     ReplicaReport,
     SchedulerConnected,
     SchedulerLost,
@@ -52,6 +55,7 @@ from rose.core.lifecycle import Phase, ReplicaState
 from rose.core.lockstep import next_updates
 from rose.core.nodeview import NodeSettings, NodeView, UnknownSignal
 from rose.core.shelf import Staged, VersionShelf
+from rose.core.terms import set_terms
 from rose.core.watch import DeviceWatch, Edges, ServingWatch, unknown_signal
 from rose.units import NS_PER_S, JobId, ReplicaId, WeightVersion
 
@@ -102,10 +106,8 @@ class NodeMachine:
                 effects = self._observe(event)
             case EngineStarted() | EngineReady() | EngineExited():
                 effects = self._engine(event)
-            case VersionAvailable() | VersionStaged() | VersionStageFailed():
+            case VersionAvailable() | VersionStaged() | VersionStageFailed() | VersionsPruned():
                 effects = self._version(event)
-            case VersionsPruned():
-                effects = self._pruned(event)
             case UndoReady() | PinRequested():
                 effects = self._back(event)
             case WeightsApplied() | WeightsRefused():
@@ -122,6 +124,8 @@ class NodeMachine:
                 | LeaseChanged()
             ):
                 effects = self._order(event)
+            case LendingDecided() | DrillRequested():
+                effects = set_terms(self.replicas, event, self._now_ns)
             case PolicyChanged() | ShutdownRequested():
                 effects = self._everywhere(event)
             case _:
@@ -150,8 +154,7 @@ class NodeMachine:
             case ReplicaObserved(replica=replica, reading=reading):
                 if (known := self.replicas.get(replica)) is None:
                     return self._stranger(replica)
-                known.observed(reading, self._now_ns)
-                return []
+                return known.observed(reading, self._now_ns)
             case _:
                 assert_never(event)
 
@@ -185,7 +188,9 @@ class NodeMachine:
         how = "never became ready" if event.code is None else f"exited with code {event.code}"
         return [Say(level, "engine_exited", f"engine {how}: {event.reason}", event.replica)]
 
-    def _version(self, event: VersionAvailable | VersionStaged | VersionStageFailed) -> list[NodeEffect]:
+    def _version(
+        self, event: VersionAvailable | VersionStaged | VersionStageFailed | VersionsPruned
+    ) -> list[NodeEffect]:
         if event.job != self.settings.job:
             return self._foreign_job(event.job)
         match event:
@@ -207,15 +212,12 @@ class NodeMachine:
                     f"version {version} could not be staged, next try in {pause_ns // NS_PER_S} s: {reason}"
                 )
                 return [Say("warning", "stage_failed", text, event.job)]
+            case VersionsPruned(versions=versions):
+                for version in versions:
+                    self.shelf.pruned(version)
+                return []
             case _:
                 assert_never(event)
-
-    def _pruned(self, event: VersionsPruned) -> list[NodeEffect]:
-        if event.job != self.settings.job:
-            return self._foreign_job(event.job)
-        for version in event.versions:
-            self.shelf.pruned(version)
-        return []
 
     def _back(self, event: UndoReady | PinRequested) -> list[NodeEffect]:
         if event.job != self.settings.job:
@@ -278,9 +280,7 @@ class NodeMachine:
                 hosted.memory.step_began()
         return []
 
-    def _order(
-        self, event: ReclaimRequested | GateOverridden | DrainRequested | ActivityRequested | LeaseChanged
-    ) -> list[NodeEffect]:
+    def _order(self, event: ReplicaOrder) -> list[NodeEffect]:
         """What the operator wants of a replica, or the scheduler."""
         hosted = self.replicas.get(event.replica)
         if hosted is None:

@@ -53,6 +53,8 @@ class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
     memory: MemorySettings = MemorySettings()
     """`block_bytes` in here is replaced by that of each replica."""
     lifecycle: LifecycleSettings = LifecycleSettings()
+    kv_share_max: float = 1.0
+    """Most of its KV blocks that a lent replica may use."""
     abort_in_flight: bool = True
     """Requests in flight at a weight update are aborted and resume elsewhere (staleness 0)."""
     weight_attempts_max: int = 3
@@ -62,6 +64,8 @@ class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
         ids = [settings.replica for settings in self.replicas]
         if len(set(ids)) != len(ids):
             raise ValueError(f"replica ids are not unique: {', '.join(ids)}")
+        if not 0 < self.kv_share_max <= 1:
+            raise ValueError(f"kv_share_max must lie in (0, 1], not {self.kv_share_max}")
         if self.weight_attempts_max < 1 or self.gate_lease_ns <= 0:
             raise ValueError("weight_attempts_max and gate_lease_ns must be above 0")
 

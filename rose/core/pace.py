@@ -38,7 +38,7 @@ class DecodePace:
     """
 
     def __init__(self, tpot_ns: int) -> None:
-        self._tpot_ns = tpot_ns
+        self.tpot_ns = tpot_ns
         # Deadlines t_first + n * B, less what the rounds so far added to all of them.  They only grow, so an
         # entry may lag behind: it is a lower bound, brought up to date when it reaches the top.  Ordering by
         # t_last needs no heap: the last to produce goes last.
@@ -74,8 +74,8 @@ class DecodePace:
             return NEVER
         longest_silent = next(iter(self._by_last.values()))
         # All who decoded at the latest round got their last token then, or later.
-        gap_deadline_ns = max(longest_silent.last_ns, round_ns) + 2 * self._tpot_ns
-        rounds_ns = rounds * self._tpot_ns
+        gap_deadline_ns = max(longest_silent.last_ns, round_ns) + 2 * self.tpot_ns
+        rounds_ns = rounds * self.tpot_ns
         heap = self._heap  # holds an entry for every decoding request
         while heap[0][0] + rounds_ns < gap_deadline_ns:
             lower_bound, request_id = heap[0]
@@ -91,4 +91,4 @@ class DecodePace:
 
     def _due(self, request: TrackedRequest) -> int:
         """t_first + n * B_TPOT, less B_TPOT for each round there was."""
-        return request.first_ns + (request.tokens - request.rounds) * self._tpot_ns
+        return request.first_ns + (request.tokens - request.rounds) * self.tpot_ns

@@ -74,6 +74,14 @@ class GateReason(IntEnum):
     """The shared device is lost, out of reach or recovering; `rose status` says which."""
     INACTIVE = 26
     """The replica has given its KV memory back: no job holds it, or the operator switched it off."""
+    LENDING_OFF = 27
+    """The operator switched lending off on this host (`rose lend off`)."""
+    ERROR_BUDGET_SPENT = 28
+    """Rollout made more serving requests late than it may."""
+    OUTSIDE_HOURS = 29
+    """Lending is for other hours of the week (`lending.hours`)."""
+    ROLLOUT_OFF_WINDOW = 30
+    """A randomised window without rollout, to compare serving with and without it."""
 
 
 class SlackReading(NamedTuple):
@@ -272,3 +280,18 @@ class StepRecord(NamedTuple):
     end_ns: int
     tokens: int
     """0 where they were not counted."""
+
+
+class ServedRequest(NamedTuple):
+    """One request that a serving engine ended.  Kept in a ring (`rose.rings`), for rosed's SLO guard."""
+
+    number: int
+    """Counts the requests of one engine; a gap means that some were dropped."""
+    arrival_ns: int
+    first_ns: int
+    """When its first token was there; 0 if it never was."""
+    last_ns: int
+    """When its latest token was there; without any, when it was given up."""
+    tokens: int
+    ttft_budget_ns: int
+    tpot_budget_ns: int

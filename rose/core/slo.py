@@ -25,7 +25,7 @@ import msgspec
 
 from rose.core.latency import ServingLatency, WindowQuantile
 from rose.core.pace import DecodePace, TrackedRequest
-from rose.core.readings import NEVER
+from rose.core.readings import NEVER, ServedRequest
 
 PREFILL_WINDOW = 256
 PREFILL_QUANTILE = 0.99
@@ -209,17 +209,23 @@ class SlackTracker:
         request.pace.begin(request_id, request)
         self._decoding += 1
 
-    def finished(self, request_id: str) -> None:
-        """The request ended, in whatever way."""
+    def finished(self, request_id: str) -> ServedRequest | None:
+        """The request ended, in whatever way; what it got (with number 0), or None if it is not known."""
         request = self._requests.pop(request_id, None)
         if request is None:
-            return
+            return None
         self._known = None
         if request.tokens == 0:
             self._leave_queue(request_id, request)
+            first_ns, last_ns, rounds = 0, max(self._now_ns, request.arrival_ns), 0
         else:
             request.pace.end(request_id)
             self._decoding -= 1
+            rounds = self._rounds - request.rounds
+            first_ns, last_ns = request.first_ns, max(request.last_ns, self._round_ns if rounds else 0)
+        tokens = request.tokens + rounds
+        budgets = request.ttft_ns, request.pace.tpot_ns
+        return ServedRequest(0, request.arrival_ns, first_ns, last_ns, tokens, *budgets)
 
     def _leave_queue(self, request_id: str, request: TrackedRequest) -> None:
         del self._awaiting[request_id]

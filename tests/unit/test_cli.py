@@ -82,6 +82,16 @@ STATUS: dict[str, Any] = {
     "problems": [],
 }
 
+LENDING: dict[str, Any] = {
+    "closed": "",
+    "text": "lends",
+    "requests": 100,
+    "late_by_rollout": 1,
+    "late_by_unknown": 1,
+    "budget_left_share": 0.5,
+    "take_back_p99_ms": 55.0,
+}
+
 Answer = Callable[[bytes], bytes]
 
 
@@ -270,6 +280,8 @@ def test_the_socket_is_found_through_the_configuration(
         (("gate", "r", "closed"), wire.GateRequest("r", "closed"), {"mode": "closed"}),  # type: ignore[arg-type]
         (("gate", "r", "auto"), wire.GateRequest("r", None), {"mode": "strict"}),  # type: ignore[arg-type]
         (("gate", "r", "open", "--tokens", "64"), wire.GateRequest("r", "open", 64), {"mode": "open"}),  # type: ignore[arg-type]
+        (("lend", "off"), wire.LendRequest(on=False), {"lending": LENDING}),
+        (("lend", "on", "--reset"), wire.LendRequest(on=True, reset=True), {"lending": LENDING}),
         (("drain", "r"), wire.DrainRequest("r", drain=True), {}),  # type: ignore[arg-type]
         (("undrain", "r"), wire.DrainRequest("r", drain=False), {}),  # type: ignore[arg-type]
     ],
@@ -284,6 +296,21 @@ def test_orders_go_over_the_socket(
     rosed.reply = wire.pack_line(wire.Reply(body=body))
     assert run(monkeypatch, *arguments, "--socket", rosed.path) == 0
     assert rosed.requests == [request_sent]
+
+
+def test_lending_for_people(monkeypatch: pytest.MonkeyPatch, rosed: FakeRosed, capsys: Any) -> None:
+    rosed.reply = wire.pack_line(wire.Reply(body=STATUS | {"lending": LENDING}))
+    monkeypatch.setenv("COLUMNS", "200")
+    assert run(monkeypatch, "status", "--socket", rosed.path) == 0
+    harm = "2 of 100 requests late by rollout (50% of the error budget left)"
+    assert f"lends  {harm}  memory back within 55 ms (p99)" in capsys.readouterr().out
+    stopped = LENDING | {"closed": "outside_hours", "text": "outside", "budget_left_share": None}
+    rosed.reply = wire.pack_line(wire.Reply(body={"lending": stopped}))
+    assert run(monkeypatch, "lend", "off", "--socket", rosed.path) == 0
+    assert "stopped (outside_hours): outside  2 of 100 requests late by rollout (only measured)" in (
+        capsys.readouterr().out
+    )
+    assert run(monkeypatch, "lend", "off", "--reset", "--socket", rosed.path) == Exit.USAGE
 
 
 def test_rosed_refuses(monkeypatch: pytest.MonkeyPatch, rosed: FakeRosed, capsys: Any) -> None:

@@ -12,11 +12,23 @@ from typing import Any
 import pytest
 
 from rose.boards import BoardPaths, BoardReader, BoardWriter
-from rose.core.readings import NEVER, GateMode, GatePolicy, GateReason, ReplicaReading, SlackReading, Unknown
+from rose.core.readings import (
+    NEVER,
+    GateMode,
+    GatePolicy,
+    GateReason,
+    ReplicaReading,
+    ServedRequest,
+    SlackReading,
+    StepRecord,
+    Unknown,
+)
 from rose.engines.vllm.neighbours import Neighbours
 from rose.engines.vllm.settings import PluginSettings
 from rose.engines.vllm.slack_board import RankShape, SlackBoard
 from rose.engines.vllm.step_gate import WAIT_NS_MAX, GateBells, StepGate
+from rose.engines.vllm.step_log import StepLog
+from rose.rings import RingReader
 from rose.units import NS_PER_S, ms_to_ns
 
 MS = ms_to_ns(1)
@@ -326,3 +338,41 @@ def test_only_steps_beside_an_idle_serving_engine_teach_what_a_step_takes_alone(
         gate.decide(time.monotonic_ns())
         gate.settle(time.monotonic_ns())
     assert seen == [0, 1]
+
+
+# ---- what rosed's SLO guard is told ---------------------------------------------------------------
+
+
+def test_each_request_that_ends_is_logged_with_what_it_got(run_dir: Path) -> None:
+    serving = Serving(run_dir)
+    ring = RingReader(BoardPaths(run_dir).served("serving"), ServedRequest)
+    for name in ("a", "b", "waiting"):
+        serving.arrives(name)
+    serving.step(a=1, b=1)
+    tracker = serving.board.tracker
+    now_ns = time.monotonic_ns()
+    tracker.round_produced(now_ns)
+    tracker.round_produced(now_ns + MS)
+    serving.board.finished("a")
+    tracker.produced("b", now_ns + 3 * MS, 2)
+    for name in ("b", "waiting", "stranger"):
+        serving.board.finished(name)
+    a, b, waiting = ring.fetch()
+    assert [each.number for each in (a, b, waiting)] == [1, 2, 3]
+    assert (a.tokens, a.last_ns) == (3, now_ns + MS)
+    assert (b.tokens, b.last_ns) == (5, now_ns + 3 * MS)
+    assert a.arrival_ns < a.first_ns <= now_ns
+    assert (waiting.first_ns, waiting.tokens) == (0, 0)
+    assert waiting.last_ns >= now_ns
+    assert (a.ttft_budget_ns, a.tpot_budget_ns) == (ms_to_ns(250), ms_to_ns(60))
+
+
+def test_steps_are_logged_for_each_reader_that_wants_them(run_dir: Path) -> None:
+    paths = BoardPaths(run_dir)
+    both = StepLog(settings(run_dir, step_log=True, lent_log=True), "r")
+    both.ended(1, 2, 3)
+    for path in (paths.steps("r"), paths.lent_steps("r")):
+        assert RingReader(path, StepRecord).fetch() == [StepRecord(1, 1, 2, 3)]
+    StepLog(settings(run_dir), "quiet").ended(1, 2, 3)
+    assert not paths.steps("quiet").exists()
+    assert not paths.lent_steps("quiet").exists()

@@ -120,6 +120,8 @@ def configuration(plan: StackPlan, run_dir: Path, ports: Sequence[int]) -> dict[
             "tpot_slo_ms": plan.tpot_slo_ms,
         },
         "admission": {"token_cap": plan.token_cap},
+        # Measured, not acted upon: what is compared must run all the time.
+        "lending": {"harm_share_max": 1.0, "switchback_share": 0, "drill_period_s": 0},
         "memory": {"headroom_share": plan.headroom_share, "shared_kv_bytes": plan.shared_kv_bytes},
         "scheduler": {
             "control": f"tcp://127.0.0.1:{control}",

@@ -33,6 +33,7 @@ from rose.core.effects import (
     Say,
     StartEngine,
     StopEngine,
+    TakeBackMeasured,
 )
 from rose.core.events import (
     DeviceObserved,
@@ -62,6 +63,7 @@ from rose_daemon.node.gates import Gates
 from rose_daemon.node.inferred import InferredBoard
 from rose_daemon.node.journal import GATES_NAME, GateEntry, Journal
 from rose_daemon.node.keeper import CopyKeeper
+from rose_daemon.node.lending import LendingDesk
 from rose_daemon.node.link import SchedulerLink
 from rose_daemon.node.mps import TIME_SLICE, open_mps
 from rose_daemon.node.settings import node_settings, stop_grace_ns
@@ -120,6 +122,7 @@ class NodeDriver:
         )
         self.link = SchedulerLink(config, self.reports, self.emit, time.monotonic_ns)
         self.weights = WeightAgent(config, relay, self.engines, self.emit, time.monotonic_ns, self.keeper)
+        self.lending = LendingDesk(config, self.emit, self.machine, self.engines)
         self._session = session
         self._healthy: bool | Unknown = _NOT_PROBED
         self._metrics = MetricsWatch(ms_to_ns(config.serving.metrics_stale_ms))
@@ -164,6 +167,7 @@ class NodeDriver:
         now_ns = time.monotonic_ns()
         if self._mps is not None:
             self._mps.heard(event, self._lent, self._serving)
+        self.lending.heard(event, now_ns)
         effects = self.machine.step(event, now_ns)
         self._journal.write(now_ns, event, effects)
         for effect in effects:
@@ -189,6 +193,8 @@ class NodeDriver:
                 self._run_errand(self.weights.apply(effect))
             case ReportNow():
                 self.link.report_now()
+            case TakeBackMeasured(replica=replica, blocks=blocks, duration_ns=duration_ns):
+                self.lending.took_back(replica, blocks, duration_ns)
             case _:
                 assert_never(effect)
 
@@ -241,6 +247,7 @@ class NodeDriver:
         if (pin := self._store.pin(self.config.job.id)) is not None:
             self.keeper.pin(pin)
             self.emit(PinRequested(self.config.job.id, pin))
+        self.lending.begin()
         tasks = [
             asyncio.create_task(work, name=name)
             for name, work in (
@@ -251,6 +258,7 @@ class NodeDriver:
                 ("relay", self.weights.watch()),
                 ("copy", self.keeper.run()),
                 ("prune", self._prune()),
+                ("lending", self.lending.run()),
                 ("scheduler", self.link.run()),
             )
         ]
@@ -297,6 +305,7 @@ class NodeDriver:
             ring.path.unlink(missing_ok=True)
         self._journal.close()
         self._gate_journal.close()
+        self.lending.close()
         await asyncio.to_thread(self._device.close)
 
     async def _tick(self) -> None:
@@ -426,10 +435,11 @@ class NodeDriver:
             turns_in_flight=self.link.turns_in_flight if self.link.registered else None,
             leases=leases,
             relay_error=self.weights.relay_error,
-            journal_lost=self._journal.lost + self._gate_journal.lost,
+            journal_lost=self._journal.lost + self._gate_journal.lost + self.lending.lost,
             gate_transitions_lost=sum(ring.dropped + ring.torn for ring in self._transitions.values()),
         )
-        return status_body(self.config, self.machine.view(), around, self.weights.history)
+        body = status_body(self.config, self.machine.view(), around, self.weights.history)
+        return {**body, "lending": self.lending.view()}
 
 
 _LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40, "critical": 50}

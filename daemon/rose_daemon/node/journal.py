@@ -71,7 +71,7 @@ class Journal:
         """Append what the machine was told, and what it decided."""
         self.append(Entry(now_ns, event, tuple(effects)))
 
-    def append(self, entry: Entry | GateEntry) -> None:
+    def append(self, entry: msgspec.Struct) -> None:
         """Append one line."""
         # After a loss what was written last may have been cut short: a new line has to begin.
         line = (b"" if self._file else b"\n") + self._encoder.encode(entry) + b"\n"

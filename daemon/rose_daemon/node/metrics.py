@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from rose.core.lender import LenderView
 from rose.core.lifecycle import ReplicaState
 from rose.core.nodeview import NodeView
 from rose.errors import NotReady
@@ -27,9 +28,15 @@ _PER_REPLICA = {
 class NodeCollector(Collector):
     """Turns the node's view into metric families.  What is unknown is left out, never 0."""
 
-    def __init__(self, view: Callable[[], NodeView], history: UpdateHistory) -> None:
+    def __init__(
+        self,
+        view: Callable[[], NodeView],
+        history: UpdateHistory,
+        lending: Callable[[], LenderView] | None = None,
+    ) -> None:
         self._view = view
         self._history = history
+        self._lending = lending
 
     def collect(self) -> Iterator[Metric]:
         """All families, as of now."""
@@ -43,6 +50,8 @@ class NodeCollector(Collector):
         updates.add_metric(["refused"], self._history.refused)
         yield updates
         yield from self._weights()
+        if self._lending is not None:
+            yield from _lending(self._lending())
 
     def _weights(self) -> Iterator[Metric]:
         """What the newest version took on its way, and what it changes."""
@@ -123,6 +132,38 @@ def _newest(staging: Staging) -> Iterator[Metric]:
         if (took_ms := getattr(staging, f"{phase}_ms")) is not None:
             phases.add_metric([phase], took_ms / _MS_PER_S)
     yield phases
+
+
+def _lending(view: LenderView) -> Iterator[Metric]:
+    lends = GaugeMetricFamily("rose_lends", "Whether this host lends, and why not", labels=["reason"])
+    lends.add_metric([view.closed], float(not view.closed))
+    yield lends
+    late = GaugeMetricFamily(
+        "rose_serving_late_requests",
+        "Late serving requests within the error budget's window, by cause",
+        labels=["cause"],
+    )
+    for cause in ("rollout", "unknown", "serving"):
+        late.add_metric([cause], getattr(view, f"late_by_{cause}"))
+    yield late
+    yield GaugeMetricFamily(
+        "rose_serving_judged_requests", "Serving requests within that window", view.requests
+    )
+    known = {
+        "rose_error_budget_left_share": ("Of the error budget for harm by rollout", view.budget_left_share),
+        "rose_late_more_with_rollout_share": (
+            "Share of requests by which more are late with rollout than without (switchback)",
+            view.late_more_with_rollout,
+        ),
+        "rose_take_back_p99_seconds": (
+            "Time to have lent memory back, by drills",
+            None if view.take_back_p99_ms is None else view.take_back_p99_ms / _MS_PER_S,
+        ),
+        "rose_lending_reserve_bytes": ("Memory kept free for serving to grow into", view.reserve_bytes),
+    }
+    for name, (text, value) in known.items():
+        if value is not None:
+            yield GaugeMetricFamily(name, text, value)
 
 
 class MetricsServer:

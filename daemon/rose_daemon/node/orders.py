@@ -6,7 +6,7 @@ from typing import Any, assert_never
 
 from rose import wire
 from rose.core.effects import Say
-from rose.core.events import ActivityRequested, DrainRequested, GateOverridden, ReclaimRequested
+from rose.core.events import ActivityRequested, DrainRequested, GateOverridden, NodeEvent, ReclaimRequested
 from rose.core.lifecycle import Phase
 from rose.core.nodeview import ReplicaView
 from rose.core.readings import GateMode
@@ -35,12 +35,11 @@ class Orders:
                 return self._reclaim(replica, reason)
             case wire.GateRequest(replica=replica, mode=mode, token_cap=token_cap):
                 return self._gate(replica, mode, token_cap)
-            case wire.DrainRequest(replica=replica, drain=drain):
-                self._view(replica)
-                self._driver.decide(DrainRequested(replica, drain))
-                return {"state": self._view(replica).state}
-            case wire.ActivityRequest(replica=replica, active=active):
-                return self._activity(replica, active)
+            case wire.DrainRequest() | wire.ActivityRequest():
+                return self._use(request)
+            case wire.LendRequest(on=on, reset=reset):
+                self._driver.lending.switch(off=not on, reset=reset)
+                return {"lending": self._driver.lending.view()}
             case wire.PinRequest(job=job, version=version):
                 return self._pin(job, version)
             case _:
@@ -55,9 +54,16 @@ class Orders:
         assert memory is not None  # or the request would have been ignored
         return {"kv_budget_blocks": memory.budget_blocks, "state": memory.state}
 
-    def _activity(self, replica: ReplicaId, active: bool) -> dict[str, Any]:
+    def _use(self, request: wire.DrainRequest | wire.ActivityRequest) -> dict[str, Any]:
+        """Take a replica out of use, or back; its memory too, where that is asked for."""
+        replica = request.replica
         self._view(replica)
-        for effect in self._driver.decide(ActivityRequested(replica, active)):
+        event: NodeEvent
+        if isinstance(request, wire.DrainRequest):
+            event = DrainRequested(replica, request.drain)
+        else:
+            event = ActivityRequested(replica, request.active)
+        for effect in self._driver.decide(event):
             if isinstance(effect, Say) and effect.code == "activity_ignored":
                 raise RoseError(f"{replica}: {effect.text}")
         return {"state": self._view(replica).state}

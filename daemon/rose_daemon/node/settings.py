@@ -43,6 +43,7 @@ def node_settings(config: Config) -> NodeSettings:
             backoff_ns=s_to_ns(config.node.restart_backoff_s),
             backoff_max_ns=s_to_ns(config.node.restart_backoff_max_s),
         ),
+        kv_share_max=config.lending.kv_share_max,
         abort_in_flight=config.job.staleness_max == 0,
     )
 

@@ -133,6 +133,7 @@ def rollout_command(
         api_cpus=_cores(replica.api_cpus),
         profile_file=replica.profile,
         step_log=replica.step_log,
+        lent_log=opportunistic,
         overlaps=opportunistic and config.mps.enabled,
         kv_shared_bytes=config.memory.shared_kv_bytes if opportunistic else 0,
         kv_headroom_share=min(1.0, _ROOM_TO_GROW * config.memory.headroom_share),

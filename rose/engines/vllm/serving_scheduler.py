@@ -147,7 +147,7 @@ class ServingMixin:
                 for output in client_outputs.outputs:
                     tracker.produced(output.request_id, step.at_ns, len(output.new_token_ids))
         for request_id in step.finished:
-            tracker.finished(request_id)
+            board.finished(request_id)
 
     def _rose_all_got_one(self, step: _Ended) -> bool:
         """Whether every decoding request, and no other, had one token scheduled and has one output."""
@@ -181,7 +181,7 @@ class ServingMixin:
         self._rose_settle()
         finished = super().finish_requests(request_ids, finished_status)  # type: ignore[misc]
         for request in finished:
-            self._rose_board.tracker.finished(request.request_id)
+            self._rose_board.finished(request.request_id)
         self._rose_settle()
         return finished
 

@@ -63,6 +63,8 @@ class PluginSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Latency profile to start from; empty: none."""
     step_log: bool = False
     """Log every step in a ring in `run_dir` (`rose bench coserve` reads it)."""
+    lent_log: bool = False
+    """Rollout only: log every step in another ring, which rosed reads to know whom rollout made late."""
     kv_shared_bytes: int = 0
     """KV memory that the engines of this device share, all of them started with the same number: the serving
     engine lends what it leaves unused.  0: each has its own."""

@@ -11,13 +11,14 @@ from collections import deque
 from typing import Any, NamedTuple
 
 from rose.boards import BoardWriter
-from rose.core.readings import HEARTBEAT_MS, NEVER, SlackReading
+from rose.core.readings import HEARTBEAT_MS, NEVER, ServedRequest, SlackReading
 from rose.core.slo import SlackTracker
 from rose.engines.vllm.neighbours import Neighbours
 from rose.engines.vllm.settings import PluginSettings
 from rose.engines.vllm.step_gate import GateBells
 from rose.engines.vllm.step_log import StepLog
 from rose.profile import Profile
+from rose.rings import RingWriter
 
 _LEARN_DECODES_EVERY = 8
 """One decode step in so many calibrates: neighbouring ones are alike, and each costs some microseconds."""
@@ -90,6 +91,8 @@ class SlackBoard:
         name = shape.board_name(settings.name)
         self._writer = BoardWriter(boards.slack(name), SlackReading)
         self._log = StepLog(settings, name)
+        self._served = RingWriter(boards.served(name), ServedRequest)
+        self._served_number = 0
         self._bells = GateBells(boards.run_dir)
         self._neighbours = Neighbours(boards.run_dir)
         self._kv_total_blocks = kv_total_blocks
@@ -139,6 +142,12 @@ class SlackBoard:
         if step.prompt_tokens or self.steps % _LEARN_DECODES_EVERY == 0:
             shared = int(_CO_RUNNING_SHARE * (neighbours_ns - step.neighbours_ns) > duration_ns)
             self.tracker.observe_step(step.prompt_tokens, step.decodes, duration_ns, co_running=shared)
+
+    def finished(self, request_id: str) -> None:
+        """The request ended, in whatever way: log what it got."""
+        if (served := self.tracker.finished(request_id)) is not None:
+            self._served_number += 1
+            self._served.write(served._replace(number=self._served_number))
 
     def publish(self, waiting: int, running: int, kv_free_blocks: int, kv: KvShare = NOTHING_LENT) -> None:
         """Write the board; tells rollout engines when serving falls idle, or only decodes go on."""

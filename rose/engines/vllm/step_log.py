@@ -8,15 +8,23 @@ from rose.rings import RingWriter
 
 
 class StepLog:
-    """Writes a record a step into a bounded ring; costs some microseconds a step, or nothing while off."""
+    """Writes a record a step into bounded rings; costs some microseconds a step, or nothing while off.
+
+    A ring has one reader, so there is one for rosed and one for whoever measures.
+    """
 
     def __init__(self, settings: PluginSettings, name: str) -> None:
-        """`name` is that of the engine's board.  Raises OSError when the ring cannot be made."""
+        """`name` is that of the engine's board.  Raises OSError when a ring cannot be made."""
         self._number = 0
-        self._ring = RingWriter(settings.boards.steps(name), StepRecord) if settings.step_log else None
+        boards = settings.boards
+        wanted = ((settings.step_log, boards.steps(name)), (settings.lent_log, boards.lent_steps(name)))
+        self._rings = tuple(RingWriter(path, StepRecord) for on, path in wanted if on)
 
     def ended(self, started_ns: int, ended_ns: int, tokens: int) -> None:
         """A step had the device from `started_ns` to `ended_ns`."""
-        if self._ring is not None:
-            self._number += 1
-            self._ring.write(StepRecord(self._number, started_ns, ended_ns, tokens))
+        if not self._rings:
+            return
+        self._number += 1
+        record = StepRecord(self._number, started_ns, ended_ns, tokens)
+        for ring in self._rings:
+            ring.write(record)
