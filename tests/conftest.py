@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from engine_world import TOKEN, Engine, EnginePair, Gatekeeper, unused_port
+from hypothesis import HealthCheck, settings
 
 from rose.boards import BoardPaths
 from rose.config import Config, NodeConfig, ReplicaConfig, ServingConfig
@@ -23,7 +24,12 @@ from rose.units import ReplicaId
 
 
 def pytest_configure() -> None:
-    """Property tests on whole engines leave thousands of boards open until Python collects them."""
+    """No test may depend on how fast the machine is, or on how few files it may open.
+
+    Property tests on whole engines leave thousands of boards open until Python collects them.
+    """
+    settings.register_profile("any-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("any-machine")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY:
         enough = 65_536 if hard == resource.RLIM_INFINITY else min(hard, 65_536)
