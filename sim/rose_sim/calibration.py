@@ -30,15 +30,17 @@ DECODES_MAX = 24
 """Steps of up to so many tokens are decodes (the benchmark's prompts are chunked into larger steps)."""
 STEPS_MIN = 30
 SAMPLES = 256
-"""Steps kept for the engines' own latency models, and quantiles kept of a distribution."""
+"""Steps kept for the engines' own latency models."""
+QUANTILES = 400
+"""Kept of a distribution; the most extreme lie half a share inside, so that one hiccup weighs as one."""
 Floats = NDArray[np.float64]
 
 
-class Sharing(msgspec.Struct, frozen=True):
-    """How many times as long steps take while the other engine works on the same core."""
+class Stretch(msgspec.Struct, frozen=True):
+    """Measured over fitted time of steps: quantiles, evenly spaced."""
 
-    prefill: float
-    decode: float
+    prefill: tuple[float, ...]
+    decode: tuple[float, ...]
 
 
 class ModeFit(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,8 +52,13 @@ class ModeFit(msgspec.Struct, frozen=True, kw_only=True):
     """From the end of the step to the arrival of its first token."""
     wake_ms: float
     """From the end of serving's work to the next rollout step; 0 where rollout never stops."""
-    serving: Sharing
-    rollout: Sharing
+    serving_alone: Stretch
+    serving_shared: Stretch
+    """While the rollout engine had a step in flight on the same core."""
+    rollout: Stretch
+    """While serving had none."""
+    held: float = 1.0
+    """Share of a serving step for which rollout does without the core: serving pauses within its steps."""
 
 
 class Calibration(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,7 +111,8 @@ def calibrate(measured: Measured, source: Path) -> Calibration:
     # Gated modes have steps of sizes that rollout alone never takes, many of them while serving was idle.
     rollout = _samples(measured.runs, of_rollout=True)
     serving_cost, rollout_cost = _fit(serving, "serving"), _fit(rollout, "rollout")
-    modes = {mode: _mode(measured, mode, serving_cost, rollout_cost) for mode in measured.modes}
+    base = (_stretch(serving, serving_cost), _stretch(rollout, rollout_cost))
+    modes = {mode: _mode(measured, mode, serving_cost, rollout_cost, base) for mode in measured.modes}
     return Calibration(
         source=str(source),
         rounds=tuple(sorted({run.round for run in measured.runs})),
@@ -222,29 +230,33 @@ def _rollout_steps(samples: Samples) -> tuple[tuple[int, int], ...]:
 # ---- what depends on the mode ----------------------------------------------------------------------
 
 
-def _mode(measured: Measured, mode: str, serving: StepCost, rollout: StepCost) -> ModeFit:
+def _mode(
+    measured: Measured, mode: str, serving: StepCost, rollout: StepCost, base: tuple[Stretch, Stretch]
+) -> ModeFit:
     runs = measured.of(mode)
     ways_in, ways_out = _api_ms(runs if mode != ROLLOUT_ALONE else measured.of(ALONE))
+    of_serving, of_rollout = _samples(runs, of_rollout=False), _samples(runs, of_rollout=True)
+    alone = _stretch(of_serving.alone(), serving, base[0])
     return ModeFit(
         api_in_ms=_quantiles(ways_in),
         api_out_ms=_quantiles(ways_out),
         wake_ms=_wake_ms(runs) if mode not in {ALONE, ROLLOUT_ALONE} else 0.0,
-        serving=_sharing(_samples(runs, of_rollout=False), serving),
-        rollout=_sharing(_samples(runs, of_rollout=True), rollout),
+        serving_alone=alone,
+        serving_shared=_stretch(of_serving.shared(), serving, alone),
+        rollout=_stretch(of_rollout.alone(), rollout, base[1]),
     )
 
 
-def _sharing(samples: Samples, cost: StepCost) -> Sharing:
-    """Measured over predicted time of steps beside which the other engine worked."""
-    shared = samples.shared()
-    factors = []
-    for mask in (shared.tokens > DECODES_MAX, shared.tokens <= DECODES_MAX):
+def _stretch(samples: Samples, cost: StepCost, otherwise: Stretch | None = None) -> Stretch:
+    """How steps differ from the fit; where too few were seen, `otherwise`."""
+    found = []
+    for kind, mask in (("prefill", samples.tokens > DECODES_MAX), ("decode", samples.tokens <= DECODES_MAX)):
         if mask.sum() < STEPS_MIN:
-            factors.append(1.0)
+            found.append((1.0,) if otherwise is None else getattr(otherwise, kind))
             continue
-        predicted = sum(predicted_ms(cost, tokens) for tokens in shared.tokens[mask])
-        factors.append(round(float(shared.ms[mask].sum() / predicted), 4))
-    return Sharing(*factors)
+        fitted = np.array([predicted_ms(cost, tokens) for tokens in samples.tokens[mask]])
+        found.append(_quantiles(samples.ms[mask] / fitted))
+    return Stretch(*found)
 
 
 def _api_ms(runs: Sequence[MeasuredRun]) -> tuple[Floats, Floats]:
@@ -287,7 +299,8 @@ def _wake_ms(runs: Sequence[MeasuredRun]) -> float:
 def _quantiles(values: Floats) -> tuple[float, ...]:
     if not len(values):
         return (0.0,)
-    return tuple(round(float(each), 4) for each in np.quantile(values, np.linspace(0, 1, 101)))
+    shares = (np.arange(min(QUANTILES, len(values))) + 0.5) / min(QUANTILES, len(values))
+    return tuple(round(float(each), 4) for each in np.quantile(values, shares))
 
 
 def to_ps(ms: float) -> int:

@@ -1,12 +1,12 @@
 """A run of `rose bench coserve`, simulated: two engines on one core, and the real gate between them.
 
 What the benchmark's load generator sent is the input; latencies and rollout throughput are what comes out.
-Mode `priority` leaves sharing to the operating system's idle class, of which there is no model.
 """
 
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 
 import msgspec
 import numpy as np
@@ -14,15 +14,17 @@ import numpy as np
 from rose.core.admission import AdmissionGate
 from rose.core.slo import SlackTracker, SloBudgets
 from rose.units import ms_to_ns
-from rose_sim.calibration import Calibration, ModeFit, to_ps
+from rose_sim.calibration import DECODES_MAX, Calibration, ModeFit, Stretch, predicted_ms, to_ps
 from rose_sim.engine import Engine
 from rose_sim.gated import Admitting, gate_policy
 from rose_sim.loop import PS_PER_MS, PS_PER_S, Loop, stream
-from rose_sim.measured import ALONE, ROLLOUT_ALONE, MeasuredRun, Options
+from rose_sim.measured import ALONE, ROLLOUT_ALONE, Measured, MeasuredRun, Options
 from rose_sim.sharing import Sharing
-from rose_sim.steps import Request
+from rose_sim.steps import Request, Run
 
-GATES = {"naive": "open", "static": "open", "rose-strict": "strict", "rose-slack": "slack"}
+GATES = {
+    "naive": "open", "static": "open", "priority": "open", "rose-strict": "strict", "rose-slack": "slack",
+}  # fmt: skip
 """Modes with both engines, and what their gates are told."""
 MODES = (ALONE, ROLLOUT_ALONE, *GATES)
 """Modes that can be predicted."""
@@ -32,6 +34,7 @@ SERVING_REQUESTS_MAX = 32
 """Shapes of the benchmark's engines (`rose_daemon.harness.stack`, `rose_daemon.bench.coserve`)."""
 MARGIN_MS = 5.0
 """`admission.margin_ms` of the benchmark's configuration."""
+BISECTIONS = 9
 RAMP_PS = 2 * PS_PER_S
 """Rollout load alone, before the first serving request."""
 
@@ -44,19 +47,77 @@ class Prediction(msgspec.Struct, frozen=True):
     rollout_tokens_per_s: float
 
 
+class TimedEngine(Engine):
+    """An engine whose steps take what somebody else says, one by one."""
+
+    timer: Callable[[int], int]
+    """Duration in picoseconds of a step of so many tokens that begins now."""
+
+    def delay(self, by_ps: int) -> None:
+        """The step in flight ends that much later: the core does something else meanwhile."""
+        run = self._run
+        if run is not None and not self._settling:
+            run.first += by_ps
+            run.end_ps += by_ps
+            self._schedule(run)
+
+    def _next_run(self, start_ps: int) -> Run:
+        run = super()._next_run(start_ps)
+        run.steps, run.more = 1, 0
+        run.first = self.timer(run.chunk + min(len(self._decoding), self.allowed))
+        run.end_ps = start_ps + run.first
+        return run
+
+
+class Timing:
+    """Steps of both engines on one core: the fitted curve by tokens, times a draw of how steps differ.
+
+    Steps of serving come first, but for the time by which they were seen to take longer than alone: that is
+    rollout's.  A rollout step that meets one is longer by the rest of it.
+    """
+
+    def __init__(self, found: Calibration, mode: str, rng: np.random.Generator) -> None:
+        self._found = found
+        self._fit = found.modes[mode]
+        self._rng = rng
+        self._own_ps = self._taken_ps = 0
+        """Of serving's latest step: what it would have taken alone, and what it takes."""
+        self.serving: TimedEngine | None = None
+        self.rollout: TimedEngine | None = None
+
+    def serving_ps(self, tokens: int) -> int:
+        """Duration of a serving step that begins now."""
+        assert self.rollout is not None
+        shared = self.rollout.in_step or bool(self.rollout.allowed and self.rollout.load)
+        stretch = self._fit.serving_shared if shared else self._fit.serving_alone
+        alone_ps = to_ps(predicted_ms(self._found.serving, tokens))
+        self._taken_ps = round(alone_ps * self._drawn(stretch, tokens))
+        self._own_ps = round(min(alone_ps, self._taken_ps) * self._fit.held)
+        self.rollout.delay(self._own_ps)
+        return self._taken_ps + self._found.serving.overhead
+
+    def rollout_ps(self, tokens: int) -> int:
+        """Duration of a rollout step that begins now."""
+        assert self.serving is not None
+        alone_ps = to_ps(predicted_ms(self._found.rollout, tokens))
+        taken_ps = round(alone_ps * self._drawn(self._fit.rollout, tokens)) + self._found.rollout.overhead
+        if not self.serving.in_step:
+            return taken_ps
+        left_ps = self.serving.step_end_ps() - self.serving.loop.now_ps
+        return taken_ps + min(self._own_ps, self._own_ps * left_ps // max(1, self._taken_ps))
+
+    def _drawn(self, stretch: Stretch, tokens: int) -> float:
+        quantiles = stretch.decode if tokens <= DECODES_MAX else stretch.prefill
+        return drawn(self._rng, quantiles, 1)[0]
+
+
 class Core(Admitting):
-    """Both engines on one core: steps take longer while both work, and a gate that opens wakes its engine."""
+    """Both engines on one core, which the operating system shares; a gate that opens wakes its engine."""
 
     def __init__(
         self, loop: Loop, serving: Engine, rollout: Engine, *, options: Options, mode: str, found: Calibration
     ) -> None:
-        fit = found.modes[mode]
-        self._alone = (serving.cost, rollout.cost)
-        self._shared = (
-            serving.cost.scaled(prefill=fit.serving.prefill, decode=fit.serving.decode),
-            rollout.cost.scaled(prefill=fit.rollout.prefill, decode=fit.rollout.decode),
-        )
-        self._wake_ps = to_ps(fit.wake_ms)
+        self._wake_ps = to_ps(found.modes[mode].wake_ms)
         budgets = SloBudgets(ms_to_ns(options.budgets[0]), ms_to_ns(options.budgets[1]))
         tracker = SlackTracker(budgets, STEP_TOKENS_MAX)
         for prompt, decodes, ns in found.serving_steps:
@@ -69,10 +130,10 @@ class Core(Admitting):
         super().__init__(loop, serving, rollout, gate=gate, tracker=tracker, policy=policy)
 
     def contend(self, beside: bool) -> None:
-        """Steps cost what was measured beside the other engine, or alone."""
-        costs = self._shared if beside else self._alone
-        self.serving.reprice(costs[0])
-        self._rollout.reprice(costs[1])
+        """What sharing costs is in the times of the steps."""
+
+    def make_way(self) -> None:
+        """A core switches to serving in the middle of a rollout step."""
 
     def opens(self) -> None:
         """The rollout engine finds out, and plans a step."""
@@ -88,7 +149,7 @@ class _ServingClients:
         self.ttft_ms = array("d")
         self.tpot_ms = array("d")
         answered = run.answered
-        ways_in, ways_out = (_drawn(rng, each, len(answered)) for each in (fit.api_in_ms, fit.api_out_ms))
+        ways_in, ways_out = (drawn(rng, each, len(answered)) for each in (fit.api_in_ms, fit.api_out_ms))
         self._out_ms = ways_out
         self._sent_ps: list[int] = []
         for number, (record, way_ms) in enumerate(zip(answered, ways_in, strict=True)):
@@ -151,7 +212,8 @@ def predict(found: Calibration, run: MeasuredRun, options: Options, seed: int) -
     rng = stream(seed, "coserving", run.mode, run.round)
     serving_clients = _ServingClients(loop, run, fit, rng)
     rollout_clients = _RolloutClients(loop, options, found.turnaround_ms)
-    serving = Engine(
+    timing = Timing(found, run.mode, rng)
+    serving = timing.serving = TimedEngine(
         loop,
         "serving",
         found.serving,
@@ -161,7 +223,7 @@ def predict(found: Calibration, run: MeasuredRun, options: Options, seed: int) -
         on_first=serving_clients.first_token,
         on_finish=serving_clients.finished,
     )
-    rollout = Engine(
+    rollout = timing.rollout = TimedEngine(
         loop,
         "rollout",
         found.rollout,
@@ -170,6 +232,7 @@ def predict(found: Calibration, run: MeasuredRun, options: Options, seed: int) -
         step_tokens_max=options.token_cap,
         on_finish=rollout_clients.finished,
     )
+    serving.timer, rollout.timer = timing.serving_ps, timing.rollout_ps
     rollout_clients.engine = rollout
     if run.mode in GATES:
         serving_clients.device = Core(loop, serving, rollout, options=options, mode=run.mode, found=found)
@@ -186,19 +249,43 @@ def predict(found: Calibration, run: MeasuredRun, options: Options, seed: int) -
     )
 
 
-def with_turnaround(found: Calibration, runs: list[MeasuredRun], options: Options) -> Calibration:
-    """The calibration with the clients' turnaround that gives `rollout-alone` its measured throughput."""
+def with_throughput(found: Calibration, measured: Measured) -> Calibration:
+    """The calibration with what the step logs cannot tell, from rollout's throughput.
+
+    The clients' turnaround is fitted to that of `rollout-alone`; the share of a step for which serving holds
+    the core to that of each mode with both engines.
+    """
+
+    def turning(ms: float) -> Calibration:
+        return msgspec.structs.replace(found, turnaround_ms=round(ms, 3))
+
+    found = turning(_bisect(turning, measured, ROLLOUT_ALONE, 2000.0))
+    for mode in (mode for mode in measured.modes if mode in GATES):
+
+        def holding(share: float, mode: str = mode, base: Calibration = found) -> Calibration:
+            fit = msgspec.structs.replace(base.modes[mode], held=round(share, 4))
+            return msgspec.structs.replace(base, modes=base.modes | {mode: fit})
+
+        found = holding(_bisect(holding, measured, mode, 1.0))
+    return found
+
+
+def _bisect(changed: Callable[[float], Calibration], measured: Measured, mode: str, most: float) -> float:
+    """The value, from 0 to `most`, that gives a mode its measured throughput; more of it gives less."""
+    runs = measured.of(mode)
     wanted = sum(run.rollout_tokens for run in runs) / sum(run.elapsed_s for run in runs)
-    low, high = 0.0, 2000.0
-    for _ in range(16):
+    low, high = 0.0, most
+    for _ in range(BISECTIONS):
         middle = (low + high) / 2
-        tried = msgspec.structs.replace(found, turnaround_ms=middle)
-        got = float(np.mean([predict(tried, run, options, 0).rollout_tokens_per_s for run in runs]))
+        tried = changed(middle)
+        tokens = sum(
+            predict(tried, run, measured.options, 0).rollout_tokens_per_s * run.elapsed_s for run in runs
+        )
+        got = tokens / sum(run.elapsed_s for run in runs)
         low, high = (middle, high) if got > wanted else (low, middle)
-    return msgspec.structs.replace(found, turnaround_ms=round(low, 3))
+    return (low + high) / 2
 
 
-def _drawn(rng: np.random.Generator, quantiles: tuple[float, ...], count: int) -> list[float]:
-    """Values of the distribution that the quantiles describe."""
-    drawn = np.interp(rng.uniform(0, 1, count), np.linspace(0, 1, len(quantiles)), quantiles)
-    return [float(each) for each in drawn]
+def drawn(rng: np.random.Generator, quantiles: tuple[float, ...], count: int) -> list[float]:
+    """Values of the distribution that evenly spaced quantiles describe."""
+    return [quantiles[index] for index in rng.integers(len(quantiles), size=count).tolist()]

@@ -171,13 +171,6 @@ class Engine:
             if self._run is not None and not self._settling:
                 self._cut()
 
-    def reprice(self, cost: StepCost) -> None:
-        """From the next step on, steps take what this cost model says."""
-        if cost is not self.cost:
-            self.cost = cost
-            if self._run is not None and not self._settling:
-                self._cut()
-
     def hold(self, until_ps: int) -> None:
         """Start no step before `until_ps`: the device is busy with something else."""
         if until_ps > self._hold_ps:

@@ -38,10 +38,23 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     ok: bool
 
 
-def fidelity(found: Calibration, measured: Measured, source: Path, seed: int = 1) -> dict[str, Any]:
-    """Hold predictions against measurements.  Raises ConfigError when no mode is known to both."""
+def fidelity(
+    found: Calibration, measured: Measured, source: Path, seed: int = 1, *, same_speed: bool = False
+) -> dict[str, Any]:
+    """Hold predictions against measurements.  Raises ConfigError when no mode is known to both.
+
+    With `same_speed` steps are scaled to the speed that `rollout-alone` of the predicted run shows.
+    """
     started = time.perf_counter()
+    speed = _speed(found, measured, source, seed) if same_speed else 1.0
+    if same_speed:
+        serving, rollout = (
+            cost.scaled(prefill=speed, decode=speed) for cost in (found.serving, found.rollout)
+        )
+        found = msgspec.structs.replace(found, serving=serving, rollout=rollout)
     modes = [mode for mode in measured.modes if mode in MODES and mode in found.modes]
+    if same_speed:
+        modes.remove(ROLLOUT_ALONE)
     if not modes:
         raise ConfigError(f"{source}: no mode that {found.source} is a calibration of")
     rows: list[Row] = []
@@ -59,11 +72,21 @@ def fidelity(found: Calibration, measured: Measured, source: Path, seed: int = 1
             "rounds": sorted({run.round for run in measured.runs}),
             "requests": requests,
         },
+        "step_time_factor": round(speed, 4),
         "left_out": [mode for mode in measured.modes if mode not in modes],
         "rows": msgspec.to_builtins(rows),
         "ok": all(row.ok for row in rows),
         **costs(started),
     }
+
+
+def _speed(found: Calibration, measured: Measured, source: Path, seed: int) -> float:
+    """By how much steps of the reference are shorter or longer than the calibration says."""
+    runs = measured.of(ROLLOUT_ALONE)
+    if not runs:
+        raise ConfigError(f"{source}: mode {ROLLOUT_ALONE} was not measured, which would tell the speed")
+    expected = sum(_pooled(found, run, measured, seed).rollout_tokens_per_s * run.elapsed_s for run in runs)
+    return expected / sum(run.rollout_tokens for run in runs)
 
 
 def _pooled(found: Calibration, run: MeasuredRun, measured: Measured, seed: int) -> Prediction:

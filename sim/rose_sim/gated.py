@@ -54,8 +54,7 @@ class Admitting(Sharing):
         self._tracker.arrived(str(request.owner), now_ns, request.prompt - request.kept)
         self._busy = True
         self._ask(1)
-        if self._rollout.in_step and not self._rollout.allowed:
-            self.serving.hold(self._rollout.step_end_ps())
+        self.make_way()
 
     def first_token(self, request: Request) -> None:
         """The tracker learns of it."""
@@ -84,6 +83,11 @@ class Admitting(Sharing):
         halves = BESIDE if beside else ALONE
         self.serving.share(halves)
         self._rollout.share(halves)
+
+    def make_way(self) -> None:
+        """Serving waits for the rollout step in flight, if the gate is closed for it."""
+        if self._rollout.in_step and not self._rollout.allowed:
+            self.serving.hold(self._rollout.step_end_ps())
 
     def opens(self) -> None:
         """The gate opens at this instant."""

@@ -168,8 +168,8 @@ def show_calibration(found: Calibration, console: Console) -> None:
         )
     console.print(f"rollout clients ask again after {found.turnaround_ms:.1f} ms")
     table = Table(
-        "mode", "way in ms", "way out ms", "wake ms", "serving x", "rollout x",
-        caption="medians; x: how many times longer prefills and decodes take while the other engine works",
+        "mode", "way in ms", "way out ms", "wake ms", "prefills x", "decodes x", "core held",
+        caption="medians; x: serving steps over the fit beside a rollout step, p50 / p95",
     )  # fmt: skip
     for mode, fit in found.modes.items():
         table.add_row(
@@ -177,10 +177,15 @@ def show_calibration(found: Calibration, console: Console) -> None:
             f"{median(fit.api_in_ms):.2f}",
             f"{median(fit.api_out_ms):.2f}",
             f"{fit.wake_ms:.2f}",
-            f"{fit.serving.prefill:.2f} / {fit.serving.decode:.2f}",
-            f"{fit.rollout.prefill:.2f} / {fit.rollout.decode:.2f}",
+            _spread(fit.serving_shared.prefill),
+            _spread(fit.serving_shared.decode),
+            f"{fit.held:.0%}",
         )
     console.print(table)
+
+
+def _spread(quantiles: tuple[float, ...]) -> str:
+    return f"{median(quantiles):.2f} / {quantiles[-1 - len(quantiles) // 20]:.2f}"
 
 
 def show_fidelity(report: dict[str, Any], console: Console) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from rose_sim import calibration
 from rose_sim.command import app
-from rose_sim.coserving import predict, with_turnaround
+from rose_sim.coserving import predict, with_throughput
 from rose_sim.fidelity import fidelity
 from rose_sim.loop import stream
 from rose_sim.measured import Measured, MeasuredRequest, MeasuredRun, Options, read_measured
@@ -77,7 +77,7 @@ def measured(*seeds: int) -> Measured:
 def found() -> calibration.Calibration:
     made = measured(0)
     fitted = calibration.calibrate(made, Path("made"))
-    return with_turnaround(fitted, made.of("rollout-alone"), made.options)
+    return with_throughput(fitted, made)
 
 
 def test_known_costs_come_back(found: calibration.Calibration) -> None:
@@ -97,6 +97,10 @@ def test_another_run_is_predicted_and_a_wrong_model_is_found_out(found: calibrat
     report = fidelity(found, other, Path("other"))
     assert report["ok"], report["rows"]
     assert {row["mode"] for row in report["rows"]} == {"alone", "rollout-alone"}
+    slow_day = msgspec.structs.replace(found, rollout=found.rollout.scaled(prefill=1.3, decode=1.3))
+    report = fidelity(slow_day, other, Path("other"), same_speed=True)
+    assert report["step_time_factor"] < 0.95  # steps are shorter than it says
+    assert {row["mode"] for row in report["rows"]} == {"alone"}
     slower = msgspec.structs.replace(found, serving=found.serving.scaled(prefill=1.5, decode=1.5))
     report = fidelity(slower, other, Path("other"))
     missed = {row["figure"] for row in report["rows"] if not row["ok"]}
