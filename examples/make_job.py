@@ -23,7 +23,8 @@ def main() -> None:
         options.base_url, options.job, model=options.model, n_rl=options.replicas, unknown_version_ok=True
     )
     status = job.wait_for_replicas(options.replicas)
-    print(f"job {status.job}: model {status.model} on {len(status.replicas)} replicas")
+    names = ", ".join(replica.replica for replica in status.replicas)
+    print(f"job {status.job}: model {status.model} on {names}")
 
 
 if __name__ == "__main__":

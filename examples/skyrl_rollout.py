@@ -15,7 +15,9 @@ from skyrl.backends.skyrl_train.inference_servers.remote_inference_client import
 async def roll_out(base_url: str, model: str) -> None:
     """A batch of prompts, with a pause in the middle as for a weight update."""
     # One URL for both: the gateway routes turns, and answers control calls for the whole fleet.
-    client = RemoteInferenceClient(proxy_url=base_url, server_urls=[base_url], model_name=model)
+    client = RemoteInferenceClient(
+        proxy_url=base_url, server_urls=[base_url], data_parallel_size=1, model_name=model
+    )
     prompts = await client.tokenize(["Which way to the goal?", "And from here?"])
     batch: Any = {
         "prompt_token_ids": prompts,
@@ -37,6 +39,8 @@ async def roll_out(base_url: str, model: str) -> None:
     ):
         assert len(ids) == len(logprobs)
         print(f"{len(ids)} tokens, ended by {reason}: {text!r}")
+    for session in batch["session_ids"]:
+        await client.finish_session(session)
     await client.teardown()
 
 

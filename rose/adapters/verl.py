@@ -12,6 +12,7 @@ vLLM's token dialect.  No engine is started: ROSE has its own.  Importing this m
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,10 @@ class GatewayServer:
         if wants_logprobs:
             sampling["logprobs"] = 0
         body = {"token_ids": list(prompt_ids), "sampling_params": sampling, "request_id": request_id}
-        answer = await self._post("/inference/v1/generate", body, {"x-rose-turn-id": request_id})
+        # With `full_determinism` verl gives all turns of a trajectory the same id.
+        prompt = hashlib.blake2b(repr(body["token_ids"]).encode(), digest_size=8).hexdigest()
+        headers = {"x-rose-turn-id": f"{request_id}-{prompt}"}
+        answer = await self._post("/inference/v1/generate", body, headers)
         (choice,) = answer["choices"]
         entries = (choice["logprobs"] or {}).get("content") if wants_logprobs else None
         return TokenOutput(
@@ -131,8 +135,19 @@ class GatewayServer:
         raise NotReady(f"{self._url}{path}: {failure}", f"{_ATTEMPTS} attempts failed")
 
 
+class SilentWorker:
+    """What takes part in verl's weight updates for a replica, which has to have a worker."""
+
+    def execute_checkpoint_engine(self, method: str, *_: Any, **__: Any) -> dict[str, Any]:
+        """Nothing to prepare, to join or to finalise."""
+        return {}
+
+    def update_weights(self, global_steps: int | None = None) -> None:
+        """ROSE's engines pull from the relay."""
+
+
 class RoseReplica(RolloutReplica):  # type: ignore[misc]
-    """A replica without workers of its own: its server is an actor that asks the gateway."""
+    """A replica without an engine of its own: its server is an actor that asks the gateway."""
 
     async def init_hybrid(self, worker_group: Any) -> None:
         """The trainer's workers have no engine beside them."""
@@ -143,10 +158,11 @@ class RoseReplica(RolloutReplica):  # type: ignore[misc]
         await self.launch_servers()
 
     async def launch_servers(self) -> None:
-        """One actor, on a CPU."""
+        """Actors that take no CPU of their own."""
         settings = dict(self.config.engine_kwargs.get(NAME) or {})
         server = ray.remote(num_cpus=0, max_concurrency=self.max_concurrency)(GatewayServer).remote(settings)
         self.servers = [server]
+        self.workers = [ray.remote(num_cpus=0)(SilentWorker).remote()]
         self._server_handle = server
         self._server_address = GatewayServer(settings).address
 

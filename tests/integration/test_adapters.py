@@ -39,7 +39,7 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayHost]:
 
 def ask(host: GatewayHost, path: str, body: Any = None, **headers: str) -> Any:
     """One call, with the JSON that comes back; fails for any other status than 200."""
-    data = None if body is None else json.dumps(body).encode()
+    data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
     named = {"Content-Type": "application/json"} | {
         name.replace("_", "-"): value for name, value in headers.items()
     }
@@ -99,6 +99,7 @@ def test_what_skyrls_client_asks(host: GatewayHost) -> None:
     assert choice["finish_reason"] in ("stop", "length")
     text = ask(host, "/detokenize", {"model": "policy", "tokens": choice["token_ids"]})
     assert isinstance(text["prompt"], str)
+    assert ask(host, "/finish_session?session_id=walk-0", b"")["finished"] is True
     ask(host, "/pause?mode=keep&clear_cache=false", {})
     ask(host, "/reset_prefix_cache", {"reset_running_requests": False})
     ask(host, "/resume", {})

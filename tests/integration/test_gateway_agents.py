@@ -103,6 +103,15 @@ async def test_models_are_those_of_the_job_that_is_named(tmp_path: Path) -> None
         await made.post("/rose/v1/jobs", {"job": "other", "model": "org/other", "n_rl": 1})
         _, answer = await made.get("/v1/models")
         assert {card["id"] for card in answer["data"]} == {MODEL, "org/other"}
+        status, answer = await made.post("/v1/chat/completions", CHAT)
+        assert (status, answer["model"]) == (200, MODEL), "the model names the job, as there is one of it"
+        assert (await made.post("/detokenize", {"model": MODEL, "tokens": [65]}))[1]["prompt"] == "A"
+        for model in (None, "nobody's"):
+            status, answer = await made.post("/v1/chat/completions", CHAT | {"model": model})
+            assert (status, answer["error"]["code"]) == (400, "job_not_named")
+        await made.post("/rose/v1/jobs", {"job": "third", "model": MODEL, "n_rl": 1})
+        status, answer = await made.post("/v1/chat/completions", CHAT)
+        assert (status, answer["error"]["code"]) == (400, "job_not_named"), "now there are two of it"
         _, answer = await made.get("/rose/v1/jobs/other/sessions/s/v1/models")
         assert [card["id"] for card in answer["data"]] == ["org/other"]
         assert (await made.get("/v1/models/org/other"))[1]["id"] == "org/other"

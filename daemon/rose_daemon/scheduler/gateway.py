@@ -64,10 +64,14 @@ class Gateway:
         return handle
 
     async def finish_session(self, http: web.Request) -> web.Response:
-        """POST /finish_session `{"session_id": ...}`: nothing more is kept for that trajectory."""
+        """POST /finish_session: nothing more is kept for that trajectory.
+
+        It is named by `{"session_id": ...}` in the body or, as SkyRL does, in the query.
+        """
         record = self._desk.resolve(header_name(http.headers, "x-rose-job"))
-        body = fields.decode(await http.read())
-        session = fields.name(body, "session_id")
+        data = await http.read()
+        body = fields.decode(data) if data else {}
+        session = fields.name(body, "session_id") or fields.name(dict(http.query), "session_id")
         if not session:
             raise bad_request("`session_id` must name the trajectory to finish", param="session_id")
         job = record.spec.job
@@ -77,7 +81,7 @@ class Gateway:
 
     async def _serve(self, http: web.Request, dialect: Dialect) -> web.StreamResponse:
         request = parse(dialect, await http.read())
-        record = self._desk.resolve(_job_name(http))
+        record = self._desk.resolve(_job_name(http), request.model)
         if request.model not in (None, record.spec.model):
             raise not_found(
                 f"model {request.model!r} does not exist; this job rolls out {record.spec.model!r}",

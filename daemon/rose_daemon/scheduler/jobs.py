@@ -41,11 +41,17 @@ class JobDesk:
         """Model names in use, each with the first job that uses it."""
         return {record.spec.model: job for job, record in reversed(self._records.items())}
 
-    def resolve(self, name: str | None) -> JobRecord:
-        """The named job, or the only one there is.  Raises Refused (404, or 400 when it must be named)."""
+    def resolve(self, name: str | None, model: str | None = None) -> JobRecord:
+        """The named job, or the only one there is, or the only one of that model.
+
+        Raises Refused (404, or 400 when it must be named).
+        """
         if name is not None:
             return self._get(JobId(name))
         if len(self._records) > 1:
+            of_model = [record for record in self._records.values() if record.spec.model == model]
+            if len(of_model) == 1:
+                return of_model[0]
             names = ", ".join(self._records)
             raise bad_request(
                 f"several jobs are running: name one of {names} in the header x-rose-job",

@@ -42,9 +42,10 @@ class TextApi:
 
     async def pass_on(self, http: web.Request) -> web.Response:
         """Ask the job's replicas, those that take turns first, until one answers."""
-        record = self._desk.resolve(header_name(http.headers, "x-rose-job"))
         body = fields.decode(await http.read())
-        if fields.typed(body, "model", str, None) not in (None, record.spec.model):
+        model = fields.typed(body, "model", str, None)
+        record = self._desk.resolve(header_name(http.headers, "x-rose-job"), model)
+        if model not in (None, record.spec.model):
             text = f"this job rolls out {record.spec.model!r}"
             raise not_found(text, code="model_not_found", param="model")
         body["model"] = record.spec.model
