@@ -237,7 +237,9 @@ def test_a_budget_beyond_the_context_is_cut_to_it(engine: Target) -> None:
 
 # ---- ROSE's ----------------------------------------------------------------------------------------
 
-OURS = [("GET", "engine"), ("POST", "weights/update"), ("GET", "weights/digests"), ("POST", "abort")]
+STEPS = ("update", "stage", "apply", "undo", "settle")
+OURS = [("GET", "engine"), ("GET", "weights/digests"), ("POST", "abort")]
+OURS += [("POST", f"weights/{step}") for step in STEPS]
 
 
 @pytest.mark.parametrize(("method", "path"), OURS)
@@ -282,6 +284,26 @@ def test_a_delta_that_is_not_there_is_refused(engine: Target, tmp_path: Path) ->
     assert (answer.status_code, answer.json()["error"]) == (422, "corrupt_delta")
     assert answer.json()["detail"]
     assert engine.rose("GET", "engine").json()["weight_version"] == held
+
+
+def test_what_is_not_staged_is_not_applied_and_nothing_is_taken_back(engine: Target) -> None:
+    held = engine.rose("GET", "engine").json()["weight_version"]
+    answer = engine.rose("POST", "weights/apply", {"version": held + 1, "abort_in_flight": False})
+    assert (answer.status_code, answer.json()["error"]) == (409, "not_staged")
+    assert answer.json()["version_held"] == held
+    for step in ("undo", "settle"):
+        answer = engine.rose("POST", f"weights/{step}", {})
+        assert (answer.status_code, answer.json()["version_held"]) == (200, held)
+
+
+def test_a_staging_is_refused_as_an_update_is(engine: Target, tmp_path: Path) -> None:
+    held = engine.rose("GET", "engine").json()["weight_version"]
+    (tmp_path / "manifest.json").write_text("{ this is no manifest")
+    body = {"version": held + 8, "base_version": held + 7, "path": str(tmp_path)}
+    answer = engine.rose("POST", "weights/stage", body)
+    assert (answer.status_code, answer.json()["error"]) == (409, "wrong_base")
+    answer = engine.rose("POST", "weights/stage", body | {"base_version": held})
+    assert (answer.status_code, answer.json()["error"]) == (422, "corrupt_delta")
 
 
 def test_digests_name_every_parameter(engine: Target) -> None:
