@@ -10,7 +10,7 @@ delta twice is applying it once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,10 +18,10 @@ import numpy as np
 import numpy.typing as npt
 
 from rose.errors import CorruptDelta
-from rose.units import JobId, WeightVersion
+from rose.units import MIB, JobId, WeightVersion
 from rose.weights import coding, files, tensorfile
 from rose.weights import manifest as manifests
-from rose.weights.bits import Bits, State, Words, word_dtype
+from rose.weights.bits import ITEMSIZE, Bits, State, Words, word_dtype
 from rose.weights.digests import digest
 from rose.weights.manifest import (
     MANIFEST_BYTES_MAX,
@@ -33,6 +33,10 @@ from rose.weights.manifest import (
     Slice,
 )
 from rose.weights.patches import Indices, Patch
+
+_BATCH_BYTES = 512 * MIB
+"""Of patches that are held at a time."""
+_INDEX_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +77,45 @@ def decode_patches(
     if manifest.coded:
         patches += coding.decode_coded(manifest, _fetch_from(buckets), base, threads=threads)
     return sorted(patches, key=lambda patch: patch.name)
+
+
+def read_batches(directory: Path, base: State | None, *, threads: int = 1) -> Iterator[list[Patch]]:
+    """`read_patches`, some parameters at a time: what a large version comes to is never held as a whole.
+
+    Patches that were yielded are proven; a later batch may still raise.
+    """
+    manifest = read_manifest(directory)
+    if any(parameter.shards for parameter in manifest.parameters):
+        yield read_patches(directory, base, threads=threads)
+        return
+    named = {bucket.name: bucket for bucket in manifest.buckets}
+    held: dict[str, npt.NDArray[np.uint8]] = {}
+    for batch in _batches(manifest):
+        wanted = sorted({part.bucket for part in batch if part.bucket is not None})
+        held = {name: held[name] for name in wanted if name in held}
+        for name in wanted:
+            if name not in held:
+                held[name] = files.read_file(directory / name, named[name].size)
+                _open_bucket(manifest, named[name], held)
+        yield coding.decode_coded(
+            manifest, _fetch_from(held), base, threads=threads, only=frozenset(batch).__contains__
+        )
+
+
+def _batches(manifest: Manifest) -> Iterator[list[Slice]]:
+    """The slices of some parameters at a time, so many that they keep several threads busy."""
+    batch: list[Slice] = []
+    room = _BATCH_BYTES
+    for parameter in manifest.parameters:
+        entry_bytes = ITEMSIZE[parameter.dtype] + _INDEX_BYTES
+        nbytes = parameter.stored_bytes + parameter.changed * entry_bytes
+        if batch and nbytes > room:
+            yield batch
+            batch, room = [], _BATCH_BYTES
+        batch += parameter.slices
+        room -= nbytes
+    if batch:
+        yield batch
 
 
 def check_buckets(manifest: Manifest, buckets: Mapping[str, bytes | npt.NDArray[np.uint8]]) -> None:

@@ -15,11 +15,11 @@ from functools import lru_cache
 from pathlib import Path
 
 from rose.errors import CorruptDelta, NotFound
-from rose.weights import container, encoding
+from rose.weights import container, encoding, files
 from rose.weights import manifest as manifests
 from rose.weights.bits import Bits, State
 from rose.weights.digests import digest
-from rose.weights.manifest import Manifest, Parameter, tied_names
+from rose.weights.manifest import MANIFEST_NAME, Manifest, Parameter, tied_names
 from rose.weights.patches import Patch, apply_patch
 
 _PATCHES = "patches"
@@ -56,23 +56,33 @@ def decode_staged(version_dir: Path, base: State, *, threads: int = 1) -> Path:
     final = version_dir / _PATCHES
     if _whole(final, manifest):
         return final
-    tied = tied_names(manifest, base)
-    patches = {
-        patch.name: patch
-        for patch in container.read_patches(version_dir, base, threads=threads)
-        if patch.name not in tied
-    }
-    digests = {
-        parameter.name: _digests(parameter, base, patches.get(parameter.name))
-        for parameter in manifest.parameters
-        if parameter.name not in tied
-    }
-    encoded = encoding.encode_decoded(manifest, patches.values(), digests)
     draft = version_dir / f".{_PATCHES}.partial"
-    for stale in (draft, final):
-        shutil.rmtree(stale, ignore_errors=True)
-    container.write_version(draft, encoded, durable=False)
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir()
+    try:
+        _decode_into(draft, version_dir, manifest, base, threads)
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
+    shutil.rmtree(final, ignore_errors=True)
     return draft.rename(final)
+
+
+def _decode_into(draft: Path, version_dir: Path, manifest: Manifest, base: State, threads: int) -> None:
+    """Write the patches some parameters at a time, and the manifest when all are there."""
+    tied = tied_names(manifest, base)
+    left = {each.name: each for each in manifest.parameters if each.name not in tied}
+    kept = encoding.DecodedVersion(manifest)
+
+    def keep(patches: Sequence[Patch], digests: Mapping[str, tuple[str | None, str]]) -> None:
+        for name, data in kept.add(patches, digests).items():
+            files.write(draft / name, data, durable=False)
+
+    for batch in container.read_batches(version_dir, base, threads=threads):
+        mine = [patch for patch in batch if patch.name in left]
+        keep(mine, {patch.name: _digests(left.pop(patch.name), base, patch) for patch in mine})
+    keep((), {name: _digests(parameter, base, None) for name, parameter in left.items()})
+    files.write(draft / MANIFEST_NAME, manifests.encode(kept.manifest()), durable=False)
 
 
 class Overlay(Mapping[str, Bits]):

@@ -142,32 +142,45 @@ def encode_coded(
     return _seal(form, parameters, encoded.buckets, encoded.tables)
 
 
-def encode_decoded(
-    manifest: Manifest,
-    patches: Iterable[Patch],
-    digests: Mapping[str, tuple[str | None, str]],
-) -> EncodedVersion:
+class DecodedVersion:
     """What a host keeps of a coded version: its patches, ready to be applied without a base.
 
-    `digests` are those before and after of the parameters that the host holds; others are left out.
+    Made some parameters at a time, in any order, so that nothing holds all of a large version.
     """
-    origin = Origin(digest=digest(manifests.encode(manifest)), delta_bytes=manifest.delta_bytes)
-    parameters = [each for each in manifest.parameters if each.name in digests]
-    changes = {each.name: _unchanged(each.dtype, each.shape) for each in parameters}
-    for patch in patches:
-        changes[patch.name] = _Change(
-            patch.dtype, patch.shape, patch.values.size, patch.indices, patch.values
-        )
-    before = {name: base for name, (base, _) in digests.items() if base is not None}
-    form = _Form(
-        manifest.job,
-        manifest.version,
-        manifest.base_version,
-        None if manifest.base_version is None else before,
-        {name: target for name, (_, target) in digests.items()},
-        origin=origin,
-    )
-    return _encode(form, changes)
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._manifest = manifest
+        self._parameters: dict[str, Parameter] = {}
+        self._buckets: list[Bucket] = []
+
+    def add(
+        self, patches: Iterable[Patch], digests: Mapping[str, tuple[str | None, str]]
+    ) -> dict[str, bytes]:
+        """Take in patches; answers buckets to be kept.
+
+        `digests` are those before and after, of parameters that the host holds; those without a patch are
+        unchanged.
+        """
+        forms = {each.name: (each.dtype, each.shape) for each in self._manifest.parameters}
+        changes = {name: _unchanged(*forms[name]) for name in sorted(digests)}
+        for patch in patches:
+            count = patch.values.size
+            changes[patch.name] = _Change(patch.dtype, patch.shape, count, patch.indices, patch.values)
+        labels = metadata(self._manifest.job, self._manifest.version)
+        shards, buckets = _fill_buckets(changes, labels, first=len(self._buckets))
+        self._buckets += _described(buckets)
+        anchor = self._manifest.base_version is None
+        for name, change in changes.items():
+            self._parameters[name] = _parameter(name, change, shards, digests[name], anchor=anchor)
+        return buckets
+
+    def manifest(self) -> Manifest:
+        """Of what was added."""
+        came = self._manifest
+        origin = Origin(digest=digest(manifests.encode(came)), delta_bytes=came.delta_bytes)
+        form = _Form(came.job, came.version, came.base_version, None, {}, origin=origin)
+        parameters = [self._parameters[name] for name in sorted(self._parameters)]
+        return _manifest(form, parameters, self._buckets)
 
 
 def encode_undo(
@@ -227,20 +240,35 @@ class _Form:
 def _encode(form: _Form, found: Mapping[str, _Change]) -> EncodedVersion:
     changes = dict(sorted(found.items()))
     shards, buckets = _fill_buckets(changes, metadata(form.job, form.version))
+    before: Mapping[str, str | None] = form.base_digests or dict.fromkeys(changes)
     parameters = [
-        Parameter(
-            name=name,
-            dtype=change.dtype,
-            shape=change.shape,
-            mode=_mode(change, anchor=form.base_digests is None),
-            changed=change.changed,
-            base_digest=None if form.base_digests is None else form.base_digests[name],
-            target_digest=form.target_digests[name],
-            shards=tuple(shards.get(name, ())),
+        _parameter(
+            name, change, shards, (before[name], form.target_digests[name]), anchor=form.base_digests is None
         )
         for name, change in changes.items()
     ]
     return _seal(form, parameters, buckets)
+
+
+def _parameter(
+    name: str,
+    change: _Change,
+    shards: Mapping[str, Sequence[Shard]],
+    digests: tuple[str | None, str],
+    *,
+    anchor: bool,
+) -> Parameter:
+    base_digest, target_digest = digests
+    return Parameter(
+        name=name,
+        dtype=change.dtype,
+        shape=change.shape,
+        mode=_mode(change, anchor=anchor),
+        changed=change.changed,
+        base_digest=None if anchor else base_digest,
+        target_digest=target_digest,
+        shards=tuple(shards.get(name, ())),
+    )
 
 
 def _seal(
@@ -249,6 +277,19 @@ def _seal(
     buckets: Mapping[str, bytes],
     tables: tuple[bytes, ...] = (),
 ) -> EncodedVersion:
+    return EncodedVersion(_manifest(form, parameters, _described(buckets), tables), buckets)
+
+
+def _described(buckets: Mapping[str, bytes]) -> list[Bucket]:
+    return [Bucket(name=name, size=len(data), digest=digest(data)) for name, data in buckets.items()]
+
+
+def _manifest(
+    form: _Form,
+    parameters: Sequence[Parameter],
+    buckets: Sequence[Bucket],
+    tables: tuple[bytes, ...] = (),
+) -> Manifest:
     made = Manifest(
         job=form.job,
         version=form.version,
@@ -256,13 +297,11 @@ def _seal(
         undo=form.undo,
         fingerprint=fingerprint((each.name, each.dtype, each.shape) for each in parameters),
         parameters=tuple(parameters),
-        buckets=tuple(
-            Bucket(name=name, size=len(data), digest=digest(data)) for name, data in buckets.items()
-        ),
+        buckets=tuple(buckets),
         tables=tables,
         origin=form.origin,
     )
-    return EncodedVersion(checked(made), buckets)
+    return checked(made)
 
 
 def checked(manifest: Manifest) -> Manifest:
@@ -294,12 +333,12 @@ def _unchanged(dtype: str, shape: tuple[int, ...]) -> _Change:
 
 
 def _fill_buckets(
-    changes: Mapping[str, _Change], labels: Mapping[str, str]
+    changes: Mapping[str, _Change], labels: Mapping[str, str], *, first: int = 0
 ) -> tuple[dict[str, list[Shard]], dict[str, bytes]]:
     shards: dict[str, list[Shard]] = {}
     filled: dict[str, bytes] = {}
     demands = (change.demand(name) for name, change in changes.items() if change.changed)
-    for number, places in enumerate(plan_buckets(demands, reserved_bytes=_HEADER_BYTES_RESERVED)):
+    for number, places in enumerate(plan_buckets(demands, reserved_bytes=_HEADER_BYTES_RESERVED), first):
         bucket = f"bucket-{number:05d}.safetensors"
         tensors: dict[str, Bits] = {}
         for place in places:

@@ -23,7 +23,7 @@ def read_file(path: Path, bytes_max: int) -> npt.NDArray[np.uint8]:
         if not stat.S_ISREG(status.st_mode) or status.st_size > bytes_max:
             raise CorruptDelta(f"{path}: not a regular file of at most {bytes_max} bytes")
         with os.fdopen(descriptor, "rb", closefd=False) as file:
-            return np.frombuffer(file.read(bytes_max), dtype=np.uint8)
+            return np.frombuffer(file.read(status.st_size), dtype=np.uint8)
     finally:
         os.close(descriptor)
 

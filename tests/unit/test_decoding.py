@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ from weight_states import JOB, model, same, stepped
 
 from rose.errors import CorruptDelta, NotFound, WrongBase
 from rose.units import WeightVersion
-from rose.weights import container
+from rose.weights import coding, container
 from rose.weights.bits import Bits
 from rose.weights.container import read_manifest, read_patches, write_version
 from rose.weights.decoding import Overlay, decode_staged, manifest_digest, patches_path
@@ -47,7 +48,7 @@ def test_patches_need_no_base_and_remember_where_they_come_from(tmp_path: Path, 
 def test_it_is_done_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     staged = stage(tmp_path, 1)
     decode_staged(staged, STATES[0])
-    monkeypatch.setattr(container, "write_version", None)
+    monkeypatch.setattr(container, "read_batches", None)
     assert patches_path(staged) == decode_staged(staged, {})
 
 
@@ -114,3 +115,42 @@ def test_tied_parameters_are_left_out(tmp_path: Path) -> None:
     patches = decode_staged(tmp_path / "v1", held)
     assert "lm_head.weight" not in read_manifest(patches).target_digests
     assert np.array_equal(apply_to_state(held, read_patches(patches))["embed.weight"].words, words)
+
+
+@pytest.mark.parametrize("anchor", [False, True])
+def test_a_large_version_is_never_held_as_a_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, anchor: bool
+) -> None:
+    monkeypatch.setattr(coding, "_BUCKET_BYTES", 1 << 20)
+    monkeypatch.setattr(container, "_BATCH_BYTES", 1 << 20)
+    rng = np.random.default_rng(1)
+    names = [f"model.layers.{number}.w" for number in range(64)]
+    before = {
+        name: Bits("BF16", (1 << 19,), rng.integers(0, 1 << 16, 1 << 19).astype("<u2")) for name in names
+    }
+    after = {name: bits.copy() for name, bits in before.items()}
+    for name in names[1:]:
+        after[name].words[::2] ^= 1
+    base = (None, None) if anchor else (WeightVersion(0), before)
+    write_version(tmp_path / "v1", encode_coded(JOB, WeightVersion(1), *base, after))
+    tracemalloc.start()
+    patches = decode_staged(tmp_path / "v1", before)
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak_bytes < sum(bits.nbytes for bits in before.values()) / 2
+    kept = read_manifest(patches)
+    assert len(kept.buckets) > 30
+    assert [each.name for each in kept.parameters] == sorted(names)
+    assert same(apply_to_state(before, read_patches(patches)), after)
+
+
+def test_a_version_that_is_damaged_late_leaves_no_patches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(container, "_BATCH_BYTES", 1)
+    staged = stage(tmp_path, 1)
+    late = "layers.0.quantised"
+    other = {**STATES[0], late: STATES[2][late]}
+    with pytest.raises(WrongBase):
+        decode_staged(staged, other)
+    assert sorted(path.name for path in staged.iterdir() if path.is_dir()) == []
