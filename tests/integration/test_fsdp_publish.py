@@ -69,7 +69,7 @@ def check(url: str, root: Path) -> None:
 
 async def pull(url: str, store: WeightStore, version: WeightVersion) -> Path:
     async with RelayClient.from_config(RelayConfig(url=url)) as client:
-        return await receiver.pull(client, JOB, version, store.destination(JOB, version))
+        return (await receiver.pull(client, JOB, version, store.destination(JOB, version))).path
 
 
 def whole(root: Path, version: int) -> State:

@@ -139,7 +139,8 @@ def test_a_host_that_is_killed_anywhere(relay: RelayConfig, tmp_path: Path) -> N
 
         async def pull() -> Path:
             async with RelayClient.from_config(relay) as client:
-                return await receiver.pull(client, JOB, version, store.destination(JOB, version))
+                destination = store.destination(JOB, version)
+                return (await receiver.pull(client, JOB, version, destination)).path
 
         path = decode_staged(asyncio.run(pull()), copy.state)
         live.apply(live.stage(path, version, copy.version))

@@ -64,7 +64,7 @@ def test_elements_that_change_again_and_again_travel_once(tmp_path: Path) -> Non
     copy = HostCopy.create(tmp_path / "copy", JOB, source)
     for version in (4, 8):
         where = tmp_path / f"v{version}"
-        path = asyncio.run(receiver.pull(relay, SQUASHED, WeightVersion(version), where))
+        path = asyncio.run(receiver.pull(relay, SQUASHED, WeightVersion(version), where)).path
         copy.advance(decode_staged(path, copy.state))
         assert copy.version == version
         assert same(copy.state, states[version])
