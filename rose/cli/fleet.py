@@ -33,7 +33,7 @@ nodes_app = typer.Typer(rich_markup_mode=None, add_completion=False)
 trajectories_app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 
-def _scheduler(config: Path | None, url: str | None) -> Scheduler:
+def scheduler_of(config: Path | None, url: str | None) -> Scheduler:
     """The scheduler to ask.  Raises ConfigError when that takes a rose.toml and it is bad."""
     if url is not None and config is None:
         return Scheduler(url)
@@ -60,7 +60,7 @@ def jobs(
     config: ConfigOption = None,
 ) -> None:
     """Show the jobs: their versions, replicas and turns."""
-    scheduler = _scheduler(config, url)
+    scheduler = scheduler_of(config, url)
 
     def rows() -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = scheduler.status()["jobs"]
@@ -79,7 +79,7 @@ def nodes(
     as_json: JsonOption = False, watch: WatchOption = None, url: UrlOption = None, config: ConfigOption = None
 ) -> None:
     """Show the replicas of all nodes, whom they are lent to, and what they run."""
-    scheduler = _scheduler(config, url)
+    scheduler = scheduler_of(config, url)
 
     def rows() -> list[dict[str, Any]]:
         status = scheduler.status()
@@ -100,7 +100,7 @@ def trajectories(
     config: ConfigOption = None,
 ) -> None:
     """Show the trajectories that ran last, and which replica holds their prefix."""
-    scheduler = _scheduler(config, url)
+    scheduler = scheduler_of(config, url)
     query = f"/rose/v1/trajectories?limit={limit}" + (f"&job={quote(job, safe='')}" if job else "")
     _show(
         lambda: scheduler.call("GET", query)["trajectories"],
@@ -113,7 +113,7 @@ def trajectories(
 
 def explain_turn(turn: str, as_json: bool, url: str | None, config: Path | None) -> None:
     """Print why a turn went where it did, and what ended its attempts.  Raises NotFound."""
-    found = _scheduler(config, url).call("GET", f"/rose/v1/turns/{quote(turn, safe='')}")
+    found = scheduler_of(config, url).call("GET", f"/rose/v1/turns/{quote(turn, safe='')}")
     if as_json:
         print(json.dumps(found, indent=2))
         return

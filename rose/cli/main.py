@@ -29,6 +29,7 @@ _OUTPUT_ERRNOS = {errno.ENOSPC, errno.EIO, errno.EFBIG, errno.EDQUOT}
 _BUILT_IN = {
     "init": "rose.cli.init:app",
     "status": "rose.cli.status:app",
+    "top": "rose.cli.top:app",
     "reclaim": "rose.cli.operate:reclaim_app",
     "gate": "rose.cli.operate:gate_app",
     "activate": "rose.cli.operate:activate_app",
@@ -48,6 +49,7 @@ _BUILT_IN = {
 _SUMMARY = {
     "init": "Write a commented rose.toml.",
     "status": "Show this host: device, gate, memory, replicas.",
+    "top": "Watch this host and its job: gate, lending, replicas, turns.",
     "reclaim": "Take KV memory back from a replica now.",
     "gate": "Force a replica's gate, or give it back to the policy.",
     "activate": "Take an inactive replica into use again.",
