@@ -41,8 +41,8 @@ from rose_daemon.scheduler.upstream import (
 
 KEEP_ALIVE_S = 15.0
 """A stream without output for this long gets a comment, so that proxies do not take it for dead."""
-_PROGRESS_S = 0.2
-"""Token progress is reported to the machine at most this often a turn."""
+_PROGRESS_S_MAX = 1.0
+"""Token progress of a turn is reported to the machine this often, or more often where patience is short."""
 
 _SHUTTING_DOWN = Failure(503, "shutting_down", "the scheduler is shutting down; send the turn again")
 
@@ -54,7 +54,7 @@ class Dispatcher:
 
     `feed` hands an event to the machine; `replica` looks a replica up in what nodes last reported;
     `keep` stores a finished answer for a resend; `cache_salt` is what sets a job's prefixes apart from
-    those before it flushed its caches.
+    those before it flushed its caches; `turn_stall_s` is how long a turn may go without a token.
     """
 
     def __init__(
@@ -66,6 +66,7 @@ class Dispatcher:
         cache_salt: Callable[[JobId], str],
         upstream: Upstream,
         telemetry: Telemetry,
+        turn_stall_s: float,
     ) -> None:
         self.book = TurnBook()
         self.feed = feed
@@ -74,6 +75,7 @@ class Dispatcher:
         self._cache_salt = cache_salt
         self._upstream = upstream
         self._telemetry = telemetry
+        self._progress_s = min(_PROGRESS_S_MAX, turn_stall_s / 8)
         self._specials: dict[str, SpecialTokens] = {}
         self._closing = False
 
@@ -238,7 +240,7 @@ class Dispatcher:
             self._telemetry.first_token(now_s - turn.arrived_s)
         attempt.tokens += tokens
         self._telemetry.tokens(attempt.replica, tokens)
-        if now_s - attempt.progress_reported_s >= _PROGRESS_S:
+        if now_s - attempt.progress_reported_s >= self._progress_s:
             attempt.progress_reported_s = now_s
             self.feed(TurnProgressed(turn.key, attempt.replica, attempt.tokens, attempt.number))
 

@@ -70,7 +70,7 @@ class _Table(msgspec.Struct):
     top_logprobs: list[dict[str, float] | None] | None = None
 
 
-class _CompletionChoice(msgspec.Struct):
+class _CompletionChoice(msgspec.Struct, gc=False):
     index: int
     text: str | None = None
     token_ids: list[int] | None = None
@@ -99,7 +99,7 @@ class _Entries(msgspec.Struct):
     content: list[_Entry] | None = None
 
 
-class _ChatChoice(msgspec.Struct):
+class _ChatChoice(msgspec.Struct, gc=False):
     index: int
     delta: dict[str, Any]
     token_ids: list[int] | None = None
@@ -108,13 +108,13 @@ class _ChatChoice(msgspec.Struct):
     stop_reason: int | str | None = None
 
 
-class _CompletionChunk(msgspec.Struct):
+class _CompletionChunk(msgspec.Struct, gc=False):
     choices: list[_CompletionChoice] | msgspec.UnsetType = msgspec.UNSET
     usage: dict[str, Any] | None = None
     error: dict[str, Any] | None = None
 
 
-class _ChatChunk(msgspec.Struct):
+class _ChatChunk(msgspec.Struct, gc=False):
     choices: list[_ChatChoice] | msgspec.UnsetType = msgspec.UNSET
     prompt_token_ids: list[int] | None = None
     usage: dict[str, Any] | None = None

@@ -57,6 +57,8 @@ from rose_daemon.service.tokens import Keyring
 _SHUTDOWN_S = 3.0
 _BEAT_S_MAX = 0.5
 _CHECKPOINT_S = 2.0
+_GC_YOUNG = 10_000
+"""New objects between two collections: what turns in flight hold is not garbage."""
 _LINGER_S = 1.0
 """How long the rest of a refused request is read, so that its sender gets to see the answer."""
 
@@ -114,6 +116,7 @@ class Scheduler:
             cache_salt=self.desk.cache_salt,
             upstream=self.upstream,
             telemetry=self.telemetry,
+            turn_stall_s=config.turn_stall_timeout_s,
         )
         self.workers = Workers(
             config.workers,
@@ -312,6 +315,7 @@ async def _main(config: SchedulerConfig, load: Callable[[], SchedulerConfig]) ->
         # What is there by now stays: looking through it again would hold up all streams, for 20 ms a time.
         gc.collect()
         gc.freeze()
+        gc.set_threshold(_GC_YOUNG, 20, 20)
         log.info("scheduler_ready", gateway=scheduler.gateway_url, control=scheduler.nodes.address)
         on_reload(lambda: scheduler.reload(load()))
         announcing = asyncio.create_task(announce(scheduler.probe))

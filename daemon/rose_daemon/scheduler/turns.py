@@ -162,7 +162,10 @@ class Turn:
             elif count:
                 tokens += count
                 self.silent.extend(piece.token_ids)
-            self._publish(piece)
+            if count and not self._opening:
+                self.pieces.append(piece)
+            else:
+                self._publish(piece)
         self._wake(now_s)
         return tokens
 

@@ -28,6 +28,8 @@ from rose_daemon.scheduler.output import ABORTED, Piece
 from rose_daemon.scheduler.requests import Dialect, neutral
 
 CONNECT_TIMEOUT_S = 5.0
+_KEEP_ALIVE_S = 4.0
+"""For side calls: longer than from one probe to the next; engines close idle connections after five seconds."""
 SIDE_CALL_TIMEOUT_S = 30.0
 """For /detokenize and /v1/models, which an engine answers without its scheduler."""
 _REFUSAL_BYTES_MAX = 1 << 20
@@ -86,7 +88,7 @@ class Upstream:
 
     def __init__(self) -> None:
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0),
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
             timeout=aiohttp.ClientTimeout(total=None, connect=CONNECT_TIMEOUT_S),
         )
         self._engines = EnginePool(CONNECT_TIMEOUT_S)
@@ -265,7 +267,8 @@ class _Progress:
                 break
             found += pieces
             for piece in pieces:
-                self._note(piece)
+                if piece.finish_reason is not None or piece.index:  # else it is a token like most
+                    self._note(piece)
             if self.end is not None:
                 break
         return found
