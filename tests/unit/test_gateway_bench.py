@@ -148,6 +148,14 @@ def test_an_interrupt_ends_it_in_order(tmp_path: Path, phase: str) -> None:
         assert "Traceback" not in log.read_text()
 
 
+async def test_a_load_of_which_nothing_ends_says_what_to_change(tmp_path: Path) -> None:
+    options = gateway.GatewayOptions(
+        directory=tmp_path, streams=2, engines=1, token_ms=500, rounds=1, duration_s=0.5, knee=False
+    )
+    with pytest.raises(EngineFailed, match="no turn ended"):
+        await gateway.GatewayBench(options, lambda _: None).run()
+
+
 async def test_a_gateway_that_dies_is_an_error_and_not_an_interrupt() -> None:
     """Whatever was under way."""
     with pytest.raises(EngineFailed, match="takes no connection"):

@@ -124,6 +124,9 @@ class GatewayBench:
                 )
                 for name, now_s in _cpu_s(world).items():
                     cpu_s[name] = cpu_s.get(name, 0.0) + now_s - before_s[name]
+                if not figures.ttft_ms:
+                    text = f"no turn ended within {options.duration_s:g} s"
+                    raise EngineFailed(text, "use a longer --duration, or a shorter --token-ms")
                 found.append(figures)
                 await self._quiet(world)
 

@@ -29,7 +29,7 @@ from rose_daemon.scheduler.requests import Dialect, neutral
 
 CONNECT_TIMEOUT_S = 5.0
 _KEEP_ALIVE_S = 4.0
-"""For side calls: longer than from one probe to the next; engines close idle connections after five seconds."""
+"""For side calls: longer than from probe to probe; engines close idle connections after five seconds."""
 SIDE_CALL_TIMEOUT_S = 30.0
 """For /detokenize and /v1/models, which an engine answers without its scheduler."""
 _REFUSAL_BYTES_MAX = 1 << 20
