@@ -25,6 +25,8 @@ from rose.units import NS_PER_S
 COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 TOKENS_MAX = 10_000_000
 """More than any context window: a larger figure is a damaged row."""
+YEAR_MAX = 2200
+"""Nanoseconds since 1970 fit until 2262: a later year is a damaged row, and so is one before 1970."""
 FIELD_CHARS_MAX = 200
 _HINT = f"the file must be an Azure LLM inference trace: a CSV with the columns {', '.join(COLUMNS)}"
 _TIME = re.compile(
@@ -215,6 +217,10 @@ class _Clock:
             raise ConfigError(
                 f"{self._source}:{line}: TIMESTAMP {_quoted(text)} is not a time: {error}"
             ) from None
+        if not 1970 <= start.year <= YEAR_MAX:
+            raise ConfigError(
+                f"{self._source}:{line}: TIMESTAMP {_quoted(text)} is not of the years 1970 to {YEAR_MAX}"
+            )
         since = start - datetime(1970, 1, 1, tzinfo=UTC)
         return self._minutes.setdefault(key, (since.days * 86_400 + since.seconds) * NS_PER_S)
 

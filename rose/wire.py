@@ -7,12 +7,14 @@ receiver counts, logs once and drops.  Sizes are bounded by MESSAGE_BYTES_MAX.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
 from rose.core.events import ReplicaReport
 from rose.units import JobId, NodeId, ReplicaId, WeightVersion
+
+T_co = TypeVar("T_co", covariant=True)
 
 PROTOCOL = 1
 MESSAGE_BYTES_MAX = 1 << 20
@@ -161,6 +163,11 @@ ControlRequest = (
     StatusRequest | ReclaimRequest | GateRequest | DrainRequest | ActivityRequest | LendRequest | PinRequest
 )
 
+
+class _Decoder(Protocol[T_co]):
+    def decode(self, data: bytes, /) -> T_co: ...
+
+
 _to_scheduler = msgspec.msgpack.Decoder(ToScheduler)
 _to_node = msgspec.msgpack.Decoder(ToNode)
 _control = msgspec.json.Decoder(ControlRequest)
@@ -176,12 +183,12 @@ def pack(message: ToScheduler | ToNode) -> bytes:
 
 def unpack_to_scheduler(data: bytes) -> ToScheduler:
     """Decode what a node sent; raises msgspec.DecodeError (ValidationError included) on garbage."""
-    return _to_scheduler.decode(_bounded(data))
+    return _decoded(_to_scheduler, data)
 
 
 def unpack_to_node(data: bytes) -> ToNode:
     """Decode what the scheduler sent; raises msgspec.DecodeError on garbage."""
-    return _to_node.decode(_bounded(data))
+    return _decoded(_to_node, data)
 
 
 def pack_line(message: ControlRequest | Reply) -> bytes:
@@ -191,15 +198,18 @@ def pack_line(message: ControlRequest | Reply) -> bytes:
 
 def unpack_request(line: bytes) -> ControlRequest:
     """Decode a control request; raises msgspec.DecodeError on garbage."""
-    return _control.decode(_bounded(line))
+    return _decoded(_control, line)
 
 
 def unpack_reply(line: bytes) -> Reply:
     """Decode a control reply; raises msgspec.DecodeError on garbage."""
-    return _reply.decode(_bounded(line))
+    return _decoded(_reply, line)
 
 
-def _bounded(data: bytes) -> bytes:
+def _decoded(decoder: _Decoder[T_co], data: bytes) -> T_co:
     if len(data) > MESSAGE_BYTES_MAX:
         raise msgspec.DecodeError(f"message of {len(data)} bytes is over the limit of {MESSAGE_BYTES_MAX}")
-    return data
+    try:
+        return decoder.decode(data)
+    except RecursionError:
+        raise msgspec.DecodeError("message is nested too deeply") from None

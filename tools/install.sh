@@ -3,6 +3,7 @@
 #
 #   tools/install.sh          what `rose` runs on, CPU build (requirements/torch.txt, cpu.txt, ROSE itself)
 #   tools/install.sh --dev    and what the checks and tests need (requirements/dev.txt, mooncake.txt)
+#   tools/install.sh --list NAME  and requirements/NAME.txt (docs, audit)
 #
 # PYTHON       interpreter to make it from (default python3; 3.11 to 3.14)
 # VENV         where to make it (default .venv)
@@ -81,6 +82,9 @@ install_locked() {
 
 install_engine() { install_locked requirements/cpu.txt; }
 
+install_list_docs() { install_locked requirements/docs.txt; }
+install_list_audit() { install_locked requirements/audit.txt; }
+
 install_tools() { install_locked requirements/dev.txt; }
 
 # No wheel for every Python: the tests say what they skip without it.
@@ -102,5 +106,8 @@ once engine "the engine and its libraries (about 2.5 GB, minutes)" requirements/
 if [ "${1:-}" = --dev ]; then
     once tools "what the checks and tests need" requirements/dev.txt
     once mooncake "Mooncake Store, for tests of the relay" requirements/mooncake.txt
+fi
+if [ "${1:-}" = --list ]; then
+    once "list_$2" "what \`make $2\` needs" "requirements/$2.txt"
 fi
 once rose "ROSE itself" pyproject.toml kernels/csrc/*

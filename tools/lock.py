@@ -18,7 +18,7 @@ from pathlib import Path
 
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 FOLDER = Path(__file__).resolve().parent.parent / "requirements"
-LISTS = {"cpu": PYTHONS, "dev": PYTHONS, "mooncake": PYTHONS[:3]}
+LISTS = {"cpu": PYTHONS, "dev": PYTHONS, "docs": PYTHONS, "audit": PYTHONS, "mooncake": PYTHONS[:3]}
 """Each list, and the Pythons it is for."""
 _PIN = re.compile(r"^(?P<name>[A-Za-z0-9._-]+)==(?P<version>[^\s;]+)$")
 

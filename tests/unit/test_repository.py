@@ -154,7 +154,7 @@ def test_help_names_the_commands_of_the_daemon_package() -> None:
     assert not missing
 
 
-@pytest.mark.parametrize("name", ["cpu", "dev", "mooncake"])
+@pytest.mark.parametrize("name", ["cpu", "dev", "docs", "audit", "mooncake"])
 def test_locked_requirements_match_their_source_and_carry_hashes(name: str) -> None:
     locked = pins(f"{name}.txt")
     assert list(locked) == list(pins(f"{name}.in")), "run `make lock`"

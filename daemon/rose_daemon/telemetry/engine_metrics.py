@@ -73,8 +73,12 @@ def parse(text: str) -> EngineMetrics | Unknown:
         for family in text_string_to_metric_families("\n".join(lines) + "\n"):
             for sample in family.samples:
                 series[sample.name].append(sample)
-    except ValueError:
+        return _signals(series)
+    except (ValueError, KeyError, OverflowError):  # of the parser, a bucket's bound, sums of what is infinite
         return Unknown("metrics_malformed")
+
+
+def _signals(series: Series) -> EngineMetrics:
     return EngineMetrics(
         running=_count(series, _RUNNING),
         waiting=_count(series, _WAITING),
@@ -141,7 +145,10 @@ def _histogram_of(series: Series, name: str) -> Histogram | Unknown:
         return count
     buckets: dict[float, float] = defaultdict(float)
     for sample in series.get(name + "_bucket", ()):
-        buckets[float(sample.labels["le"])] += sample.value
+        bound_s = float(sample.labels["le"])
+        if math.isnan(bound_s) or math.isnan(sample.value):
+            raise ValueError(f"{name}: not a number")
+        buckets[bound_s] += sample.value
     return Histogram(tuple(sorted(buckets.items())), total_s, count)
 
 
