@@ -19,7 +19,7 @@ export PYTHON VENV TORCH_INDEX
 
 RUN := $(VENV)/bin/python -m
 .DEFAULT_GOAL := help
-.PHONY: help demo test sim-chaos chaos soak check fmt bench fuzz fuzz-delta audit sbom docs gpu-check install \
+.PHONY: help demo test sim-chaos crash chaos soak check fmt bench fuzz fuzz-delta audit sbom docs gpu-check install \
     install-dev lock clean
 
 help:  ## list the targets
@@ -33,6 +33,10 @@ test: install-dev  ## all tests, real engines included
 
 sim-chaos: install-dev  ## the scheduler's machine through SEEDS courses of faults, each healed in the end
 	ROSE_CHAOS_SEEDS=$(SEEDS) $(RUN) pytest tests/property/test_cluster_machine.py -k chaos $(ARGS)
+
+crash: install-dev  ## SIGKILL around light appliers at 250 moments, around a real vLLM engine at twelve
+	ROSE_CRASH_POINTS=125 $(RUN) pytest tests/integration/test_weights_crash.py $(ARGS)
+	ROSE_ENGINE_CRASH_POINTS=12 $(RUN) pytest tests/integration/test_engine_crash.py $(ARGS)
 
 chaos: install  ## kill and stop real processes at random while agents work (ARGS="--seconds 120 --seed 1")
 	$(VENV)/bin/python tests/chaos/run.py $(ARGS)

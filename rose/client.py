@@ -13,6 +13,7 @@ Synchronous, standard library only.  All calls can be repeated safely; they are,
 from __future__ import annotations
 
 import http.client
+import ssl
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -69,15 +70,16 @@ class Scheduler:
     Errors: NotFound (404), VersionConflict (409), ConfigError (any other 4xx), NotReady (unreachable, 5xx).
     """
 
-    def __init__(self, url: str, token: str = "") -> None:
+    def __init__(self, url: str, token: str = "", *, tls_ca: str | Path = "") -> None:
         try:
             parts = urlsplit(url)
-            host, port = parts.hostname, parts.port or 80
+            host, port = parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
         except ValueError:  # what stands for a port is none
             host = None
-        if host is None or parts.scheme != "http":
+        if host is None or parts.scheme not in ("http", "https"):
             raise ConfigError(f"{url!r} is not the address of a scheduler", "give it as http://host:port")
         self._host, self._port = host, port
+        self._tls = _trust(tls_ca) if parts.scheme == "https" else None
         self._headers = {"Content-Type": "application/json"}
         if token:
             self._headers["Authorization"] = f"Bearer {token}"
@@ -85,7 +87,7 @@ class Scheduler:
     @property
     def url(self) -> str:
         """Where the scheduler answers."""
-        return f"http://{self._host}:{self._port}"
+        return f"{'https' if self._tls else 'http'}://{self._host}:{self._port}"
 
     def status(self) -> dict[str, Any]:
         """The document of GET /rose/v1/status."""
@@ -105,6 +107,8 @@ class Scheduler:
             try:
                 status, answer = self._send(method, path, data, headers or {})
                 break
+            except ssl.SSLCertVerificationError as error:
+                raise ConfigError(f"{self.url}: {error.verify_message}", "check tls_ca") from None
             except (OSError, http.client.HTTPException) as error:
                 if attempt + 1 == _RETRIES:
                     raise NotReady(f"{self.url}: {error}", "is rose-scheduler running?") from None
@@ -117,6 +121,10 @@ class Scheduler:
         self, method: str, path: str, data: bytes | None, headers: Mapping[str, str]
     ) -> tuple[int, dict[str, Any]]:
         connection = http.client.HTTPConnection(self._host, self._port, timeout=_TIMEOUT_S)
+        if self._tls is not None:
+            connection = http.client.HTTPSConnection(
+                self._host, self._port, timeout=_TIMEOUT_S, context=self._tls
+            )
         try:
             connection.request(method, path, data, {**self._headers, **headers})
             response = connection.getresponse()
@@ -128,6 +136,13 @@ class Scheduler:
         except msgspec.DecodeError:
             shown = text[:200].decode("utf-8", errors="replace")
             return response.status, {"error": {"message": shown, "code": "not_json"}}
+
+
+def _trust(tls_ca: str | Path) -> ssl.SSLContext:
+    try:
+        return ssl.create_default_context(cafile=str(tls_ca) or None)
+    except OSError as error:  # ssl.SSLError is one
+        raise ConfigError(f"tls_ca: {tls_ca} cannot be used: {error}") from None
 
 
 class Job:
@@ -151,13 +166,14 @@ class Job:
         trajectories_per_replica_max: int = 16,
         unknown_version_ok: bool = False,
         token_file: Path | None = None,
+        tls_ca: str | Path = "",
     ) -> Self:
         """Create the job, or take up the one of that name with the same settings.
 
         Raises VersionConflict when a job of that name runs with other settings.
         """
         token = read_secret(token_file, "token_file") if token_file else ""
-        scheduler = Scheduler(url, token)
+        scheduler = Scheduler(url, token, tls_ca=tls_ca)
         scheduler.call(
             "POST",
             "/rose/v1/jobs",

@@ -241,6 +241,14 @@ class SchedulerConfig(_Section, frozen=True):
     tokens_dir: str = ""
     """Directory of tokens that clients may send, by scope: NAME.read, NAME.submit, NAME.admin
     (`rose token`)."""
+    tls_cert: str = ""
+    """Certificate chain (PEM) of the gateway; any address but loopback needs TLS."""
+    tls_key: str = ""
+    """Private key (PEM) of the certificate."""
+    tls_ca: str = ""
+    """Certificates (PEM) by which `rose jobs` and the like know the gateway; empty means the system's."""
+    tls_elsewhere: bool = False
+    """A proxy before the gateway speaks TLS: plain HTTP is then served on any address."""
     workers: tuple[str, ...] = ()
     """URLs of vLLM or SGLang servers that ROSE does not manage, used as dedicated replicas."""
 

@@ -248,6 +248,11 @@ def _check_addresses(config: Config, refuse: _Refuse) -> None:
     if not is_loopback(scheduler.gateway_host) and not (scheduler.token_file or scheduler.tokens_dir):
         hint = "set scheduler.token_file or scheduler.tokens_dir"
         refuse("scheduler.gateway_host", f"{scheduler.gateway_host} is not loopback", hint)
+    if not is_loopback(scheduler.gateway_host) and not (scheduler.tls_cert or scheduler.tls_elsewhere):
+        hint = "set scheduler.tls_cert and tls_key, or tls_elsewhere where a proxy before it speaks TLS"
+        refuse("scheduler.gateway_host", f"{scheduler.gateway_host} is not loopback", hint)
+    if bool(scheduler.tls_cert) != bool(scheduler.tls_key):
+        refuse("scheduler.tls_cert", "goes together with scheduler.tls_key")
     tokens = relay.token_file or relay.tokens_dir
     if not is_loopback(relay.host) and not (relay.tls_cert and relay.tls_key and tokens):
         hint = "set relay.tls_cert, relay.tls_key and relay.token_file or tokens_dir"

@@ -39,7 +39,9 @@ def scheduler_of(config: Path | None, url: str | None) -> Scheduler:
         return Scheduler(url)
     section = configuration.load(config).scheduler
     token = read_secret(section.token_file, "scheduler.token_file") if section.token_file else ""
-    return Scheduler(url or f"http://{_reachable(section.gateway_host)}:{section.gateway_port}", token)
+    scheme = "https" if section.tls_cert or section.tls_ca else "http"
+    default = f"{scheme}://{_reachable(section.gateway_host)}:{section.gateway_port}"
+    return Scheduler(url or default, token, tls_ca=section.tls_ca)
 
 
 def _reachable(host: str) -> str:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import urllib.error
@@ -20,7 +22,9 @@ from rose_daemon.service.tokens import Scope, make_token
 from test_rosed_process import DEDICATED, OPPORTUNISTIC, Host, ready, until
 
 from rose.boards import BoardReader
+from rose.client import Scheduler
 from rose.core.readings import GateMode, GatePolicy
+from rose.errors import ConfigError, NotReady
 from rose.weights.relay.http import ROOT
 
 LIMIT_S = 60
@@ -275,3 +279,44 @@ def test_the_relay_is_ready_when_it_answers_and_takes_new_tokens_on_sighup(
         manager.wait_for("RELOADING=1")
         manager.wait_for("READY=1")
         assert ask(stat, reader) == 401
+
+
+def certificate(directory: Path) -> tuple[Path, Path]:
+    """A certificate for localhost that signs itself, and its key."""
+    cert, key = directory / "cert.pem", directory / "key.pem"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost",
+         "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    return cert, key
+
+
+def test_the_gateway_speaks_tls_and_clients_know_it(tmp_path: Path, manager: Manager) -> None:
+    if not shutil.which("openssl"):
+        pytest.skip("needs openssl to make a certificate")
+    cert, key = certificate(tmp_path)
+    port = free_port("127.0.0.1")
+    config = (
+        f'[scheduler]\ngateway_port = {port}\ncontrol = "tcp://127.0.0.1:{free_port("127.0.0.1")}"\n'
+        f'state_dir = "{tmp_path / "state"}"\ntls_cert = "{cert}"\ntls_key = "{key}"\ntls_ca = "{cert}"\n'
+    )
+    with daemon("scheduler", tmp_path, config) as (process, _):
+        manager.wait_for("READY=1")
+        url = f"https://127.0.0.1:{port}"
+        assert Scheduler(url, tls_ca=cert).status()["nodes"] == []
+        with pytest.raises(ConfigError, match="tls_ca"):
+            Scheduler(url).status()  # the system's authorities do not know it
+        with pytest.raises(NotReady):
+            Scheduler(f"http://127.0.0.1:{port}").status()
+        shown = subprocess.run(
+            [sys.executable, "-m", "rose.cli.main", "jobs", "--json", "-c", str(tmp_path / "rose.toml")],
+            capture_output=True, text=True, check=True, timeout=LIMIT_S,
+        )  # fmt: skip
+        assert json.loads(shown.stdout) is not None
+        before = ssl.get_server_certificate(("127.0.0.1", port))
+        certificate(tmp_path)
+        process.send_signal(signal.SIGHUP)
+        manager.wait_for("RELOADING=1")
+        manager.wait_for("READY=1")
+        assert ssl.get_server_certificate(("127.0.0.1", port)) not in ("", before)

@@ -160,7 +160,7 @@ def _life_events() -> list[Event[EngineLife]]:
     return [
         ("start", lambda life, now_ns: life.advance(now_ns)),
         ("ready", lambda life, now_ns: life.ready(WeightVersion(0), now_ns, adopted=False)),
-        ("ready, adopted", lambda life, now_ns: life.ready(WeightVersion(0), now_ns, adopted=True)),
+        ("adopted", lambda life, now_ns: life.ready(WeightVersion(0), now_ns, adopted=True)),
         ("stop", lambda life, now_ns: life.stop("stop", now_ns)),
         ("exited", lambda life, now_ns: life.exited("exited", now_ns, restart=True)),
         ("exited, at the end", lambda life, now_ns: life.exited("exited", now_ns, restart=False)),

@@ -10,6 +10,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 import diagrams
+import metric_names
 import reference
 
 _MARK = re.compile(r"^<!-- (diagram|reference): (\w+) -->$", re.MULTILINE)
@@ -42,11 +43,13 @@ def on_config(config: Any) -> Any:
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Fill in what a page leaves to the code.  Raises KeyError for what nobody makes."""
-    return _MARK.sub(_made, markdown)
+    return _MARK.sub(lambda mark: _made(mark, markdown), markdown)
 
 
-def _made(mark: re.Match[str]) -> str:
+def _made(mark: re.Match[str], page: str) -> str:
     kind, name = mark.groups()
+    if name == "metrics":
+        return metric_names.listing(frozenset(re.findall(r"^\| `(rose_\w+)`", page, re.MULTILINE)))
     if kind == "diagram":
         return diagrams.mermaid(diagrams.DIAGRAMS[name]())
     return {"config": reference.config, "cli": reference.cli}[name]()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import click
 import msgspec
 from typer.main import get_command
 
 from rose.cli import template
 from rose.cli.main import app
 from rose.config import Config, ReplicaConfig
+
+_SHOWN: dict[str, Any] = {"terminal_width": 100}
 
 
 def config() -> str:
@@ -30,9 +31,7 @@ def config() -> str:
 def cli() -> str:
     """The help of `rose` and of every command below it."""
     root = get_command(app)
-    return "\n".join(
-        _command("rose", root, click.Context(root, info_name="rose", terminal_width=100), level=2)
-    )
+    return "\n".join(_command("rose", root, root.context_class(root, info_name="rose", **_SHOWN), level=2))
 
 
 def _section(title: str, kind: type[msgspec.Struct], values: Any, docs: Any) -> list[str]:
@@ -51,13 +50,11 @@ def _cell(text: str) -> str:
     return "`".join(part if index % 2 else part.replace("<", "&lt;") for index, part in enumerate(parts))
 
 
-def _command(path: str, command: click.Command, context: click.Context, level: int) -> list[str]:
+def _command(path: str, command: Any, context: Any, level: int) -> list[str]:
     lines = [f"{'#' * min(level, 4)} {path}", "", "```", command.get_help(context), "```", ""]
-    if isinstance(command, click.Group):
-        for name in command.list_commands(context):
-            below = command.get_command(context, name)
-            if below is None or below.hidden:
-                continue
-            inside = click.Context(below, info_name=name, parent=context, terminal_width=100)
+    for name in command.list_commands(context) if hasattr(command, "list_commands") else ():
+        below = command.get_command(context, name)
+        if below is not None and not below.hidden:
+            inside = below.context_class(below, info_name=name, parent=context, **_SHOWN)
             lines += _command(f"{path} {name}", below, inside, level + 1)
     return lines

@@ -25,6 +25,7 @@ from rose_daemon.relay.mooncake import MooncakeHandlers, MooncakePool
 from rose_daemon.relay.pools import HeapPool, MemoryBlock, Pool
 from rose_daemon.relay.vault import Vault
 from rose_daemon.service.changes import changed_keys
+from rose_daemon.service.tls import renew, server_context
 from rose_daemon.service.tokens import Keyring
 
 _SHUTDOWN_MAX_S = 2.0
@@ -50,7 +51,7 @@ class Listening(NamedTuple):
         check_exposure(config)
         tokens = _tokens(config)
         if self.tls is not None and config.tls_cert:
-            self.tls.load_cert_chain(config.tls_cert, config.tls_key)
+            renew(self.tls, "relay", config.tls_cert, config.tls_key)
         self.tokens.replace(tokens)
         live = ("tls_cert", "tls_key") if self.tls is not None and config.tls_cert else ()
         waiting = changed_keys(self.config, config, ("token_file", "tokens_dir", *live))
@@ -127,20 +128,12 @@ def check_exposure(config: RelayConfig) -> ssl.SSLContext | None:
 
     Raises ConfigError if the address is not loopback and TLS or the token is missing.
     """
-    if bool(config.tls_cert) != bool(config.tls_key):
-        raise ConfigError("relay.tls_cert and relay.tls_key go together")
+    context = server_context("relay", config.tls_cert, config.tls_key)
     if not is_loopback(config.host) and not (config.tls_cert and (config.token_file or config.tokens_dir)):
         raise ConfigError(
             f"relay.host: {config.host} is not loopback: weights would be open to the network",
             "set relay.tls_cert, relay.tls_key and relay.token_file (or tokens_dir), or listen on 127.0.0.1",
         )
-    if not config.tls_cert:
-        return None
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    try:
-        context.load_cert_chain(config.tls_cert, config.tls_key)
-    except (OSError, ssl.SSLError) as error:
-        raise ConfigError(f"relay.tls_cert: cannot be used: {error}") from None
     return context
 
 

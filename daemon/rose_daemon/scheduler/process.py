@@ -52,6 +52,7 @@ from rose_daemon.scheduler.worker_api import WorkerApi
 from rose_daemon.scheduler.workers import Workers
 from rose_daemon.service.changes import changed_keys
 from rose_daemon.service.supervision import announce, on_reload, probe_http, reachable
+from rose_daemon.service.tls import renew, server_context
 from rose_daemon.service.tokens import Keyring
 
 _SHUTDOWN_S = 3.0
@@ -72,10 +73,11 @@ def check(config: SchedulerConfig) -> Keyring:
     """
     require_private(config.control, config.curve_dir)
     tokens = Keyring.read("scheduler", config.token_file, config.tokens_dir)
-    if not tokens and not is_loopback(config.gateway_host):
+    private = tokens and (config.tls_cert or config.tls_elsewhere)
+    if not private and not is_loopback(config.gateway_host):
         raise ConfigError(
             f"scheduler.gateway_host: {config.gateway_host} can be reached from other hosts",
-            "set [scheduler] token_file or tokens_dir, or listen on 127.0.0.1",
+            "set [scheduler] token_file or tokens_dir, and tls_cert, or listen on 127.0.0.1",
         )
     return tokens
 
@@ -89,6 +91,7 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
         self._tokens = check(config)
+        self._tls = server_context("scheduler", config.tls_cert, config.tls_key)
         self._started_s = time.monotonic()
         self.id = uuid.uuid4().hex[:12]
         self.store = Store(Path(config.state_dir))
@@ -170,28 +173,35 @@ class Scheduler:
         await self._runner.setup()
         host, port = self._config.gateway_host, self._config.gateway_port
         try:
-            await web.TCPSite(self._runner, host, port).start()
+            await web.TCPSite(self._runner, host, port, ssl_context=self._tls).start()
         except OSError as error:
             raise NotReady(
                 f"scheduler.gateway_port: cannot listen on {host}:{port}: {error.strerror or error}",
                 "is another scheduler running? Set [scheduler] gateway_port to a free port",
             ) from None
         self.address = self._runner.addresses[0][:2]
-        self.gateway_url = f"http://{self.address[0]}:{self.address[1]}"
+        self.gateway_url = f"{self._scheme}://{self.address[0]}:{self.address[1]}"
 
     def reload(self, config: SchedulerConfig) -> list[str]:
-        """Take over the tokens of settings that were read again; answers the keys that need a restart.
+        """Take over tokens and certificate of settings read again; answers the keys that need a restart.
 
         Raises ConfigError, and changes nothing, if they are not usable.
         """
-        self._tokens.replace(check(config))
-        waiting = changed_keys(self._config, config)
+        tokens = check(config)
+        if self._tls is not None and config.tls_cert:
+            renew(self._tls, "scheduler", config.tls_cert, config.tls_key)
+        self._tokens.replace(tokens)
+        waiting = changed_keys(self._config, config, ("token_file", "tokens_dir"))
         return [f"scheduler.{key}" for key in waiting]
 
     async def probe(self) -> str:
         """What does not work yet; "" once the gateway answers."""
         host, port = self.address
-        return await probe_http(f"http://{reachable(host)}:{port}/health")
+        return await probe_http(f"{self._scheme}://{reachable(host)}:{port}/health")
+
+    @property
+    def _scheme(self) -> str:
+        return "https" if self._tls else "http"
 
     async def failed(self) -> None:
         """Wait until a part fails, and raise its error."""
