@@ -381,6 +381,8 @@ def load(path: Path | None = None, environ: Mapping[str, str] = os.environ) -> C
         document = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{source}: not valid TOML: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{source}: not valid TOML: nested too deeply") from None
     return build(document, str(source), environ)
 
 

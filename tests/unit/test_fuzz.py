@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from rose_daemon.telemetry import engine_metrics
 
-from rose import wire
+from rose import config, wire
 from rose.core.readings import Unknown
 from rose.errors import ConfigError
 from rose.traces import read_azure
@@ -56,6 +56,15 @@ def test_a_message_that_is_nested_deeply_is_garbage_and_no_more(deep: bytes) -> 
     for unpack in (wire.unpack_request, wire.unpack_reply):
         with pytest.raises(msgspec.DecodeError):
             unpack(b'{"type":"Reply","body":{"a":' + b"[" * 200_000)
+
+
+def test_a_setting_that_is_nested_deeply_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "rose.toml").write_text("schema = " + "[" * 5000)
+    with pytest.raises(ConfigError, match="nested too deeply"):
+        config.load(tmp_path / "rose.toml", {})
+    (tmp_path / "rose.toml").write_text("schema = 1\n")
+    with pytest.raises(ConfigError, match="tick_ms"):
+        config.load(tmp_path / "rose.toml", {"ROSE_NODE__TICK_MS": "[" * 5000})
 
 
 @pytest.mark.parametrize("year", ["0001", "1969", "2201", "2263", "2823", "9999"])

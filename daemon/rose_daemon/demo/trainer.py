@@ -52,7 +52,9 @@ class Learner:
     def load(cls, directory: Path) -> Learner:
         """Start from a checkpoint.  Raises ConfigError when it is not one."""
         try:
-            model = Qwen3ForCausalLM.from_pretrained(directory, dtype=torch.float32, local_files_only=True)
+            model = Qwen3ForCausalLM.from_pretrained(  # a folder of this host  # nosec B615
+                directory, dtype=torch.float32, local_files_only=True
+            )
         except (OSError, ValueError) as error:
             raise ConfigError(f"{directory}: not a Qwen3 checkpoint: {error}") from None
         return cls(model)
