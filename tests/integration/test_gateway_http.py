@@ -251,9 +251,7 @@ async def test_the_job_client(tmp_path: Path) -> None:
         await asyncio.to_thread(use)
 
 
-@pytest.mark.parametrize(
-    "url", ["https://127.0.0.1:1", "127.0.0.1:1", "http://127.0.0.1:99999", "http://h:x"]
-)
+@pytest.mark.parametrize("url", ["ftp://127.0.0.1:1", "127.0.0.1:1", "http://127.0.0.1:99999", "http://h:x"])
 def test_the_client_refuses_what_is_no_address(url: str) -> None:
     with pytest.raises(ConfigError, match="not the address of a scheduler"):
         Scheduler(url)

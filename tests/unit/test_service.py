@@ -19,7 +19,7 @@ from rose_daemon.service.changes import changed_keys
 from rose_daemon.service.supervision import Heartbeat, reachable
 from rose_daemon.service.tokens import Keyring, Scope, make_token
 
-from rose.config import AdmissionConfig, Config, NodeConfig
+from rose.config import AdmissionConfig, Config, NodeConfig, build
 from rose.core.events import Tick
 from rose.errors import ConfigError, RoseError
 
@@ -336,3 +336,24 @@ def test_a_full_disk_costs_entries_and_leaves_the_journal_readable(
     journal.flush()
     journal.close()
     assert read(path) == [Entry(1, Tick(), ()), Entry(6, Tick(), ())]
+
+
+@pytest.mark.parametrize(
+    ("settings", "fine"),
+    [
+        ({}, False),
+        ({"tokens_dir": "/t"}, False),
+        ({"tls_cert": "/c", "tls_key": "/k"}, False),
+        ({"tokens_dir": "/t", "tls_cert": "/c"}, False),
+        ({"tokens_dir": "/t", "tls_cert": "/c", "tls_key": "/k"}, True),
+        ({"token_file": "/t", "tls_cert": "/c", "tls_key": "/k"}, True),
+        ({"token_file": "/t", "tls_elsewhere": True}, True),
+    ],
+)
+def test_off_loopback_the_gateway_needs_tokens_and_tls(settings: dict[str, object], fine: bool) -> None:
+    document = {"scheduler": {"gateway_host": "10.0.0.1", **settings}}
+    if fine:
+        build(document, "rose.toml")
+        return
+    with pytest.raises(ConfigError, match="scheduler"):
+        build(document, "rose.toml")
