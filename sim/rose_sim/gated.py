@@ -38,6 +38,8 @@ class Admitting(Sharing):
         self._rollout = rollout
         self._tracker = tracker
         self._policy = policy
+        self._board = SlackReading(**dict.fromkeys(SlackReading._fields, 0))
+        """Words that the gate does not go by stay 0."""
         self._valid_until_ns = NEVER
         self._timer = False
         self._opened_ps: int | None = None
@@ -53,7 +55,8 @@ class Admitting(Sharing):
         now_ns = self.loop.now_ns
         self._tracker.arrived(str(request.owner), now_ns, request.prompt - request.kept)
         self._busy = True
-        self._ask(1)
+        if self._by_slack or self._rollout.allowed:  # else closed, and one more request opens nothing
+            self._ask(1)
         self.make_way()
 
     def first_token(self, request: Request) -> None:
@@ -141,29 +144,22 @@ class Admitting(Sharing):
             self.loop.at(self._valid_until_ns * PS_PER_NS + PS_PER_NS, self._expired)
 
     def _slack(self, now_ns: int, coming: int) -> SlackReading:
+        """What the board would show; deadlines only where the mode goes by them, as they cost most."""
         serving, tracker = self.serving, self._tracker
-        slack = tracker.slack()
-        return SlackReading(
+        ttft_ns = tpot_ns = NEVER
+        decode_ns = 0
+        if self._by_slack:
+            ttft_ns, tpot_ns, _, decode_ns, _ = tracker.slack()
+        return self._board._replace(
             stamp_ns=now_ns,
             waiting=serving.waiting + coming,
             running=serving.running,
             pending_prefill_tokens=tracker.pending_prefill_tokens,
-            kv_used_blocks=serving.kv.used // BLOCK_TOKENS,
-            kv_total_blocks=serving.kv.capacity // BLOCK_TOKENS,
-            ttft_deadline_ns=slack.ttft_deadline_ns,
-            tpot_deadline_ns=slack.tpot_deadline_ns,
+            ttft_deadline_ns=ttft_ns,
+            tpot_deadline_ns=tpot_ns,
             in_step=int(serving.in_step),
-            step_start_ns=0,
-            step_end_ns=0,
-            steps=serving.steps,
-            busy_ns=serving.busy_ps // PS_PER_NS,
-            prefill_p99_ns=tracker.prefill_p99_ns(),
-            arrivals=0,
-            preemptions=0,
-            overhead_ns=0,
-            prefill_predicted_ns=slack.prefill_predicted_ns,
-            decode_predicted_ns=slack.decode_predicted_ns,
-            drift_permille=slack.drift_permille,
+            prefill_predicted_ns=tracker.prefill_p99_predicted_ns(),
+            decode_predicted_ns=decode_ns,
         )
 
 

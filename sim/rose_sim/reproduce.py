@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from rose.traces import generate
+from rose.traces import Trace, generate
 from rose_sim.costs import step_cost
 from rose_sim.episodes import demand, draw, shape
 from rose_sim.hardware import GPUS, MODELS
@@ -110,13 +110,16 @@ def dapo_scenario(base: Scenario) -> Scenario:
 def _run(base: Scenario) -> Runs:
     trace = serving_trace(base)
     grpo = {name: simulate(base, name, trace=trace) for name in GRPO}
+    strict = simulate(_with(base, "rollout.gate_mode", "strict"), "rose", trace=trace)
+    return Runs(base, grpo, _dapo(base, trace), strict)
+
+
+def _dapo(base: Scenario, trace: Trace) -> dict[str, Outcome]:
     dapo = dapo_scenario(base)
-    found = {
+    return {
         name: simulate(_with(dapo, "rl.steps", 2) if name == "areal" else dapo, name, trace=trace)
         for name in DAPO
     }
-    strict = simulate(_with(base, "rollout.gate_mode", "strict"), "rose", trace=trace)
-    return Runs(base, grpo, found, strict)
 
 
 # ---- rows ------------------------------------------------------------------------------------------
@@ -322,6 +325,9 @@ def _ratios(changed: Scenario) -> dict[str, float]:
     found = {name: simulate(changed, name, trace=trace) for name in ("rose", *RATIOS)}
     rose = found["rose"]
     ratios = {f"rollout time, {name} / ROSE": found[name].rollout_s / rose.rollout_s for name in RATIOS[1:]}
+    dapo = _dapo(changed, trace)
+    for name, baseline in (("ROLL-DAPO", "roll"), ("AReaL", "areal")):
+        ratios[f"throughput over {name}"] = dapo["rose"].throughput / dapo[baseline].throughput
     return {"throughput over ROLL-GRPO": rose.throughput / found["roll"].throughput, **ratios}
 
 
