@@ -84,7 +84,7 @@ class Jury:
         self._gaps: deque[Span] = deque(maxlen=1000)
         self._pending: deque[ServedRequest] = deque()
         self.dropped = 0
-        """Requests that were too many to keep until they could be judged."""
+        """Requests that were too many to keep until they could be judged, or that made no sense."""
 
     def logged(self, steps: Iterable[StepRecord]) -> None:
         """Steps of a rollout engine, as its log has them."""
@@ -100,9 +100,13 @@ class Jury:
         else:
             self._gaps.append(span)
 
-    def served(self, requests: Iterable[ServedRequest]) -> None:
-        """Requests that ended."""
-        self._pending += (each for each in requests if each.arrival_ns >= self._began_ns)
+    def served(self, requests: Iterable[ServedRequest], now_ns: int) -> None:
+        """Requests that ended by now; an end that lies ahead is none, and nothing waits for it."""
+        for each in requests:
+            if each.last_ns > now_ns + JUDGE_AFTER_NS:
+                self.dropped += 1
+            elif each.arrival_ns >= self._began_ns:
+                self._pending.append(each)
         while len(self._pending) > PENDING_MAX:
             self._pending.popleft()
             self.dropped += 1
@@ -110,17 +114,17 @@ class Jury:
     def judge(self, now_ns: int) -> list[Judged]:
         """The requests whose time has come."""
         self._forget(now_ns)
-        due: list[ServedRequest] = []
+        due: list[tuple[ServedRequest, list[LateWait]]] = []
         while self._pending and self._pending[0].last_ns + JUDGE_AFTER_NS <= now_ns:
-            due.append(self._pending.popleft())
-        late = {request.number: waits for request in due if (waits := late_waits(request))}
-        if not late:
-            return [Judged(request, None, "", 0) for request in due]
-        spans = [each.wait for found in late.values() for each in found]
+            request = self._pending.popleft()
+            due.append((request, late_waits(request)))
+        spans = [each.wait for _, waits in due for each in waits]
+        if not spans:
+            return [Judged(request, None, "", 0) for request, _ in due]
         begin_ns, end_ns = min(wait.start_ns for wait in spans), max(wait.end_ns for wait in spans)
         steps = (step for step in self._steps if step.end_ns > begin_ns and step.start_ns < end_ns)
         history = StepHistory(steps, [*self._gaps, Span(0, self._known_from_ns)])
-        return [_judged(request, late.get(request.number, ()), history) for request in due]
+        return [_judged(request, waits, history) for request, waits in due]
 
     def _forget(self, now_ns: int) -> None:
         horizon_ns = now_ns - STEPS_KEPT_NS

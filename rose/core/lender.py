@@ -111,9 +111,9 @@ class Lender:
         """Rollout may have run then, and nobody knows when exactly."""
         self._jury.gap(span)
 
-    def served(self, requests: Iterable[ServedRequest]) -> None:
+    def served(self, requests: Iterable[ServedRequest], now_ns: int) -> None:
         """Requests that the serving engine ended."""
-        self._jury.served(requests)
+        self._jury.served(requests, now_ns)
 
     def judge(self, now_ns: int) -> list[Judged]:
         """Judge the requests whose time has come, and book them."""

@@ -80,6 +80,10 @@ class TakeBack:
         """A drill is over."""
         self._drills.append(TakenBack(blocks, duration_ns))
 
+    def serving_unseen(self) -> None:
+        """The serving engine is gone, or loads: what it holds then is no sign of what it will."""
+        self._serving = None
+
     def serving_holds(self, serving_bytes: int, now_ns: int) -> None:
         """Memory of the serving engine, read about once a second."""
         if self._serving is not None:

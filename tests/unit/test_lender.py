@@ -62,7 +62,7 @@ def test_who_made_a_request_late(
 ) -> None:
     jury = Jury(0)
     jury.logged(step(*each) for each in steps)
-    jury.served([request(*times)])
+    jury.served([request(*times)], times[2] * MS)
     assert jury.judge(times[2] * MS + JUDGE_AFTER_NS - 1) == [], "a step beside it may not be logged yet"
     (judged,) = jury.judge(times[2] * MS + JUDGE_AFTER_NS)
     assert (judged.blame.cause if judged.blame else None, judged.budget) == (cause, budget)
@@ -73,7 +73,7 @@ def test_what_nobody_logged_may_be_rollouts_fault() -> None:
     jury = Jury(0)
     jury.gap(Span(150 * MS, 160 * MS))
     jury.gap(Span(160 * MS, 170 * MS))
-    jury.served([request(*LATE_FIRST), request(500, 620, 630, 2)])
+    jury.served([request(*LATE_FIRST), request(500, 620, 630, 2)], NS_PER_S)
     here, elsewhere = jury.judge(NS_PER_S * 10)
     assert here.blame is not None
     assert elsewhere.blame is not None
@@ -83,16 +83,32 @@ def test_what_nobody_logged_may_be_rollouts_fault() -> None:
 
 def test_requests_from_before_are_nobodys() -> None:
     jury = Jury(101 * MS)
-    jury.served([request(*LATE_FIRST), request(*IN_TIME)])
+    jury.served([request(*LATE_FIRST), request(*IN_TIME)], NS_PER_S)
     assert jury.judge(NS_PER_S * 10) == []
 
 
 def test_steps_are_known_for_a_while_only() -> None:
     jury, end = Jury(0), STEPS_KEPT_NS // MS + 10_000
-    jury.served([request(100, end, end, 1)._replace(ttft_budget_ns=(end - 1000) * MS)])
+    jury.served([request(100, end, end, 1)._replace(ttft_budget_ns=(end - 1000) * MS)], end * MS)
     (judged,) = jury.judge((end + 5000) * MS)
     assert judged.blame is not None
     assert judged.blame.cause is Cause.UNKNOWN
+
+
+def test_ranks_count_their_requests_alike() -> None:
+    jury = Jury(0)
+    late, in_time = (request(*times)._replace(number=7) for times in (LATE_FIRST, IN_TIME))
+    jury.served([late, in_time], NS_PER_S)
+    first, second = jury.judge(10 * NS_PER_S)
+    assert first.blame is not None
+    assert second.blame is None
+
+
+def test_a_request_that_ends_in_the_future_holds_up_no_other() -> None:
+    jury = Jury(0)
+    jury.served([request(100, 10**9, 10**9), request(*IN_TIME)], NS_PER_S)
+    assert [each.request.tokens for each in jury.judge(10 * NS_PER_S)] == [10]
+    assert jury.dropped == 1
 
 
 # ---- the error budget ---------------------------------------------------------------------------
@@ -159,7 +175,8 @@ def closed(subject: Lender, now_ns: int, minute: int = MONDAY_NOON) -> GateReaso
 def harm(subject: Lender, requests: int, at_ms: int) -> int:
     """So many requests that rollout made late; answers when they are judged."""
     subject.steps([step(at_ms, at_ms + 120)])
-    subject.served(request(at_ms, at_ms + 120, at_ms + 120) for _ in range(requests))
+    ended_ns = (at_ms + 120) * MS
+    subject.served((request(at_ms, at_ms + 120, at_ms + 120) for _ in range(requests)), ended_ns)
     now_ns = (at_ms + 120) * MS + JUDGE_AFTER_NS
     assert sum(each.harmed for each in subject.judge(now_ns)) == requests
     return now_ns
@@ -255,7 +272,8 @@ def test_it_never_lends_against_the_operator_or_beyond_the_budget(
         now_ms += 500
         match what:
             case "served":
-                subject.served([request(now_ms - 500, now_ms - 500 + one, now_ms - 500 + one + other, 5)])
+                first = now_ms - 500 + one
+                subject.served([request(now_ms - 500, first, first + other, 5)], now_ms * MS)
             case "steps":
                 subject.steps([step(now_ms - one, now_ms - one + other)])
             case "gap":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -143,3 +144,14 @@ def test_who_observes_has_no_lent_replicas() -> None:
     assert without_lent(lends) is lends
     observes = config.build(document | {"lending": {"mode": "observe"}}, "test")
     assert [section.id for section in without_lent(observes).replicas] == ["ded"]
+
+
+def test_what_is_not_judged_yet_at_the_end_is_judged_then(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.desk.begin()
+    now_ns = time.monotonic_ns()
+    ring = RingWriter(BoardPaths(world.run).served("serving"), ServedRequest)
+    ring.write(ServedRequest(1, now_ns, now_ns + 5, now_ns + 5, 1, 1, 1))
+    world.desk.close()
+    (minute,) = [line for line in audit.read(world.state, 0) if isinstance(line, audit.Minute)]
+    assert (minute.requests, minute.late_by_serving) == (1, 1)

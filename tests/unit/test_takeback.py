@@ -75,6 +75,14 @@ def test_readings_in_quick_succession_are_one() -> None:
     assert subject.growth_bytes_per_s == 1000
 
 
+def test_a_serving_engine_that_loads_does_not_grow() -> None:
+    subject = take_back()
+    subject.serving_holds(0, 0)
+    subject.serving_unseen()
+    subject.serving_holds(10**10, NS_PER_S)
+    assert subject.growth_bytes_per_s == 0
+
+
 @pytest.mark.parametrize("fields", [{"period_ns": -1}, {"share_max": 0.0}, {"share_max": 1.5}])
 def test_senseless_settings_are_refused(fields: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="must"):

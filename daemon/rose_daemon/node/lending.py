@@ -24,7 +24,7 @@ from rose.boards import BoardPaths
 from rose.config import Config
 from rose.core.attribution import Span
 from rose.core.events import DrillRequested, LendingDecided, MemoryObserved, NodeEvent, ServingObserved
-from rose.core.harm import BudgetSettings, Counts, Judged
+from rose.core.harm import JUDGE_AFTER_NS, BudgetSettings, Counts, Judged
 from rose.core.hours import DAY_MINUTES, Hours
 from rose.core.lender import Decision, Lender, LenderSettings, Mode
 from rose.core.lifecycle import Phase
@@ -137,6 +137,7 @@ class LendingDesk:
         self._minute = _Minute(now_ns)
         self._told: Decision | None = None
         self._stopped_for: GateReason | None = GateReason.LENDING_OFF
+        self._serving_seen = False
         self._requests_lost = 0
 
     # ---- life -----------------------------------------------------------------------------------
@@ -155,7 +156,10 @@ class LendingDesk:
 
     def close(self) -> None:
         """Write what is left, and take away the rings of engines that have ended by now."""
-        self._close_minute(time.monotonic_ns())
+        now_ns = time.monotonic_ns()
+        self._fetch(now_ns)
+        self._book(self.lender.judge(now_ns + JUDGE_AFTER_NS))  # no step goes on that could still be logged
+        self._close_minute(now_ns)
         for tail in self._tails.values():
             tail.path.unlink(missing_ok=True)
         self._audit.close()
@@ -196,11 +200,15 @@ class LendingDesk:
     def heard(self, event: NodeEvent, now_ns: int) -> None:
         """Something was observed that the machine is told of."""
         match event:
-            case ServingObserved(slack=SlackReading() as slack):
-                self._minute.serving(slack)
+            case ServingObserved(slack=slack):
+                self._serving_seen = isinstance(slack, SlackReading)
+                if isinstance(slack, SlackReading):
+                    self._minute.serving(slack)
             case MemoryObserved(serving_bytes=serving, free_bytes=free, total_bytes=total):
-                if isinstance(serving, int):
+                if isinstance(serving, int) and self._serving_seen:
                     self.lender.take_back.serving_holds(serving, now_ns)
+                else:
+                    self.lender.take_back.serving_unseen()
                 spare = MemoryReading(serving, free, total).spare_bytes(self._headroom_share)
                 if isinstance(spare, int):
                     least = self._minute.spare_bytes
@@ -226,13 +234,7 @@ class LendingDesk:
 
     def look(self, now_ns: int) -> None:
         """Fetch what was logged, judge it, decide."""
-        for replica, tail in self._tails.items():
-            steps, gap = tail.fetch(now_ns, *self._engine(replica))
-            self.lender.steps(steps)
-            if gap is not None:
-                self.lender.gap(gap)
-        for ring in self._served:
-            self.lender.served(ring.fetch())
+        self._fetch(now_ns)
         self._note_lost()
         self._book(self.lender.judge(now_ns))
         self._decide(now_ns)
@@ -243,6 +245,15 @@ class LendingDesk:
         if now_ns - self._minute.began_ns >= _MINUTE_NS:
             self._close_minute(now_ns)
         self._audit.flush()
+
+    def _fetch(self, now_ns: int) -> None:
+        for replica, tail in self._tails.items():
+            steps, gap = tail.fetch(now_ns, *self._engine(replica))
+            self.lender.steps(steps)
+            if gap is not None:
+                self.lender.gap(gap)
+        for ring in self._served:
+            self.lender.served(ring.fetch(), now_ns)
 
     def _note_lost(self) -> None:
         lost = sum(ring.dropped + ring.torn for ring in self._served)
