@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
 import statistics
 import subprocess
@@ -31,6 +32,8 @@ _REST_S = 2
 """Before each transfer: what the one before left on the wire and in queues is not part of it."""
 _CONGESTION = Path("/proc/sys/net/ipv4/tcp_congestion_control")
 _WAYS = ("push", "pull")
+_LOAD_MAX = 0.5
+"""Processes that wanted to run before: above it the measurement is not alone."""
 TARGETS = {"no loss": 0.92, "with loss": 0.8}
 """Share of the link's rate, as measured without loss, that a pull should reach."""
 
@@ -40,7 +43,7 @@ def measure(
     model_bytes: int, updates: int, replicas: int, say: Callable[[str], None],
 ) -> dict[str, Any]:  # fmt: skip
     """The report.  Raises RoseError where no link can be made."""
-    started_at = datetime.now(UTC)
+    started_at, load = datetime.now(UTC), os.getloadavg()[0]
     if missing := [name for name in ("iperf3", "openssl") if shutil.which(name) is None]:
         raise RoseError(f"{' and '.join(missing)} are not installed", "tools/debian.sh installs iperf3")
     with emulated_link(spec) as link:
@@ -59,6 +62,7 @@ def measure(
     used = congestion or f"{_CONGESTION.read_text(encoding='ascii').strip()} (the system's)"
     rate = statistics.median(each["iperf3"] for each in phases["no loss"])
     return head("bench link", started_at) | {
+        "load_before": round(load, 2),
         "link": {**asdict(spec), "queue_bytes": spec.queue, "loss_ppm": loss_ppm},
         "setup": {
             "bytes": moved, "rounds": rounds, "buckets_at_a_time": PARALLEL, "streams": streams,
@@ -147,4 +151,7 @@ def show(report: dict[str, Any], console: Console) -> None:
             *(f"{shares[way]:.3f}" for way in _WAYS),
         )
     console.print(table)
+    if report["load_before"] > _LOAD_MAX:
+        load = f"load {report['load_before']} when it began"
+        console.print(f"[red]others were busy on this machine ({load}): its figures are worth little")
     console.print(f"Mbit/s; the link: what iperf3 receives without loss, {report['link_mbit_s']} Mbit/s")
