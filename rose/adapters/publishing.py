@@ -52,6 +52,11 @@ class WeightStream:
         return cls(job, Publisher.resume(link, JobId(job.name), state))
 
     @property
+    def job(self) -> Job:
+        """Whose weights they are."""
+        return self._job
+
+    @property
     def version(self) -> WeightVersion:
         """The newest version; that of the checkpoint at first."""
         return self._publisher.version

@@ -6,8 +6,9 @@
                                                        vllm_server_base_url="http://127.0.0.1:7700"))
         trainer.train()
 
-Generation needs none of this: TRL's own client speaks vLLM's dialect, and so does the gateway.  What changes
-is that the trainer joins no NCCL group with engines that come and go: it publishes versions.
+TRL's own client speaks vLLM's dialect, and so does the gateway.  What changes: the trainer joins no NCCL
+group with engines that come and go, it publishes versions; and a batch of prompts is not one request, which
+would run on one engine and begin again when that lets go of it, but one turn for each sample.
 
 Written for TRL 1.16.
 """
@@ -15,7 +16,10 @@ Written for TRL 1.16.
 from __future__ import annotations
 
 import contextlib
+import threading
+import uuid
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -25,18 +29,28 @@ if TYPE_CHECKING:
     from trl.generation.vllm_client import VLLMClient
 
 
+SAMPLES_AT_ONCE = 256
+"""Turns of one client that run at the same time."""
+RAW = "raw_logprobs"
+"""vLLM's default."""
+
+
 @contextlib.contextmanager
-def through_rose(weights: WeightStream, *, timeout_s: float = 600) -> Iterator[None]:
+def through_rose(
+    weights: WeightStream, *, timeout_s: float = 600, logprobs_mode: str = RAW
+) -> Iterator[None]:
     """Trainers that are made inside get a client that publishes through `weights`.
 
-    After each update the trainer waits until a replica runs it, at most `timeout_s`.
+    After each update the trainer waits until a replica runs it, at most `timeout_s`.  `logprobs_mode` says
+    how the replicas were started, in `engine_args`: TRL wants `--logprobs-mode processed_logprobs` to correct
+    for what differs between trainer and engine, and warns of anything else.
     """
     from trl.generation import vllm_generation  # noqa: PLC0415
 
     kind = vllm_generation.VLLMClient
 
     def make(*arguments: Any, **options: Any) -> VLLMClient:
-        return client(weights, *arguments, timeout_s=timeout_s, **options)
+        return client(weights, *arguments, timeout_s=timeout_s, logprobs_mode=logprobs_mode, **options)
 
     vllm_generation.VLLMClient = make
     try:
@@ -45,11 +59,22 @@ def through_rose(weights: WeightStream, *, timeout_s: float = 600) -> Iterator[N
         vllm_generation.VLLMClient = kind
 
 
-def client(weights: WeightStream, *arguments: Any, timeout_s: float = 600, **options: Any) -> VLLMClient:
+def client(
+    weights: WeightStream,
+    *arguments: Any,
+    timeout_s: float = 600,
+    logprobs_mode: str = RAW,
+    **options: Any,
+) -> VLLMClient:
     """TRL's client; `arguments` and `options` are those of its constructor."""
+    from requests.adapters import HTTPAdapter  # noqa: PLC0415
+
     made: VLLMClient = _client_class()(*arguments, **options)
     made.weights = weights
     made.weights_timeout_s = timeout_s
+    made.logprobs_mode = logprobs_mode
+    retries = made.session.get_adapter(made.base_url).max_retries
+    made.session.mount("http://", HTTPAdapter(pool_maxsize=SAMPLES_AT_ONCE, max_retries=retries))
     return made
 
 
@@ -62,7 +87,52 @@ def _client_class() -> type[VLLMClient]:
 
         weights: WeightStream
         weights_timeout_s: float
+        logprobs_mode: str
         _collecting = False
+        _turn = threading.local()
+
+        def generate(
+            self, prompts: list[Any], features: list[Any] | None = None, n: int = 1, **options: Any
+        ) -> dict[str, Any]:
+            """As TRL's, each sample in a turn of its own; images stay as they are."""
+            if features is not None:
+                return dict(super().generate(prompts, features, n, **options))
+            seed = (options.get("generation_kwargs") or {}).get("seed")
+            run = uuid.uuid4().hex
+
+            def sample(place: int) -> dict[str, Any]:
+                asked = dict(options)
+                if seed is not None:
+                    asked["generation_kwargs"] = options["generation_kwargs"] | {"seed": seed + place}
+                self._turn.headers = {
+                    "x-rose-job": self.weights.job.name,
+                    "x-rose-group": f"{run}-{place // n}",
+                    "x-rose-turn-id": f"{run}-{place}",
+                }
+                try:
+                    return dict(generate([prompts[place // n]], **asked))
+                finally:
+                    self._turn.headers = None
+
+            generate = super().generate
+            with ThreadPoolExecutor(min(SAMPLES_AT_ONCE, n * len(prompts) or 1)) as threads:
+                parts = list(threads.map(sample, range(n * len(prompts))))
+            together: dict[str, Any] = {
+                name: [part[name][0] for part in parts] for name in ("prompt_ids", "completion_ids")
+            }
+            for name in ("logprobs", "logprob_token_ids"):
+                shown = all(part[name] is not None for part in parts)
+                together[name] = [part[name][0] for part in parts] if shown and parts else None
+            return together | {"prompt_ids": together["prompt_ids"][::n]}
+
+        def _post(self, url: str, **options: Any) -> dict[str, Any]:
+            if headers := getattr(self._turn, "headers", None):
+                options["headers"] = headers
+            return dict(super()._post(url, **options))
+
+        def get_server_info(self) -> dict[str, Any]:
+            """What TRL reads of the server's configuration, which the gateway does not show."""
+            return {"model_config": {"logprobs_mode": self.logprobs_mode}, "lora_config": None}
 
         def init_communicator(self, device: Any = 0) -> None:
             """There is no group to join."""

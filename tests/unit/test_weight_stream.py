@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import requests
 import torch
 from weight_states import JOB, MemoryRelay, fail_once, same
 
@@ -136,9 +137,32 @@ def standing_trl(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     tests/integration/test_adapters_trl.py uses the package itself, where it is installed.
     """
 
+    posted: list[dict[str, Any]] = []
+
     class VLLMClient:
         def __init__(self, base_url: str | None = None, group_port: int = 0, connection_timeout: float = 0.0):
             self.base_url = base_url
+
+            self.session = requests.Session()
+
+        def _post(self, url: str, **options: Any) -> dict[str, Any]:
+            posted.append(options)
+            samples = options["json"]["n"] * len(options["json"]["prompt"])
+            return {"token_ids": [[options["json"].get("seed", 0)]] * samples}
+
+        def generate(
+            self,
+            prompts: Any,
+            features: Any = None,
+            n: int = 1,
+            generation_kwargs: Any = None,
+            **options: Any,
+        ) -> dict[str, Any]:
+            body = {"prompt": prompts, "n": n, **options, **(generation_kwargs or {})}
+            ids = self._post("/v1/completions", json=body)["token_ids"]
+            logprobs = [[[-1.0]]] * len(ids) if options.get("logprobs", 0) is not None else None
+            shown = {"logprobs": logprobs, "logprob_token_ids": logprobs}
+            return {"prompt_ids": prompts, "completion_ids": ids} | shown
 
         def update_named_param(self, name: str, weights: torch.Tensor) -> None:
             metadata = [(name, str(weights.dtype), list(weights.shape))]
@@ -151,6 +175,7 @@ def standing_trl(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     generation = ModuleType("trl.generation.vllm_generation")
     modules["trl.generation.vllm_client"].VLLMClient = VLLMClient  # type: ignore[attr-defined]
     generation.VLLMClient = VLLMClient  # type: ignore[attr-defined]
+    generation.posted = posted  # type: ignore[attr-defined]
     modules["trl.generation"].vllm_generation = generation  # type: ignore[attr-defined]
     for name, module in (modules | {generation.__name__: generation}).items():
         monkeypatch.setitem(sys.modules, name, module)
@@ -162,10 +187,11 @@ def standing_trl(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def test_trls_weight_update_is_one_version(
     relay: MemoryRelay, job: StandingJob, weights: WeightStream, standing_trl: ModuleType
 ) -> None:
-    with trl.through_rose(weights):
+    with trl.through_rose(weights, logprobs_mode="processed_logprobs"):
         client: Any = standing_trl.VLLMClient(base_url="http://127.0.0.1:1", group_port=1)
     assert standing_trl.VLLMClient.__name__ == "VLLMClient", "patched only while trainers are made"
     client.init_communicator(device=0)
+    assert client.get_server_info()["model_config"]["logprobs_mode"] == "processed_logprobs"
     with client.weight_update():
         client.update_named_param("model.norm.weight", torch.zeros(4))
         client.update_named_param("model.embed.weight", torch.zeros(3, 4))
@@ -186,3 +212,25 @@ def test_trls_weight_update_is_one_version(
     wanted = {"model.norm.weight": torch.full((4,), 2.0), "model.embed.weight": torch.ones(3, 4).bfloat16()}
     assert same(published(relay), as_state(MODEL | wanted))
     client.close_communicator()
+
+
+def test_trls_samples_are_turns_of_their_own(weights: WeightStream, standing_trl: ModuleType) -> None:
+    client: Any = trl.client(weights, base_url="http://127.0.0.1:1")
+    sampled = client.generate([[1, 2], [3]], n=3, max_tokens=4, logprobs=0, generation_kwargs={"seed": 7})
+    assert sampled["prompt_ids"] == [[1, 2], [3]]
+    assert sampled["completion_ids"] == [[seed] for seed in range(7, 13)], "no two samples with one seed"
+    assert len(sampled["logprobs"]) == len(sampled["logprob_token_ids"]) == 6
+    asked = sorted(standing_trl.posted, key=lambda options: options["json"]["seed"])
+    assert [options["json"]["prompt"] for options in asked] == [[[1, 2]]] * 3 + [[[3]]] * 3
+    assert all((options["json"]["n"], options["json"]["max_tokens"]) == (1, 4) for options in asked)
+    headers = [options["headers"] for options in asked]
+    assert {header["x-rose-job"] for header in headers} == {JOB}
+    assert len({header["x-rose-turn-id"] for header in headers}) == 6
+    groups = [header["x-rose-group"] for header in headers]
+    assert groups == [groups[0]] * 3 + [groups[3]] * 3
+    assert groups[0] != groups[3]
+    assert client.generate([[1]], n=2, logprobs=None)["logprobs"] is None
+    standing_trl.posted.clear()
+    client.generate([[1]], features=[{}], n=2)
+    assert len(standing_trl.posted) == 1
+    assert "headers" not in standing_trl.posted[0]
