@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import os
 import shutil
 import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -25,6 +28,7 @@ from rose.weights.bits import Bits
 from rose.weights.digests import digest
 from rose.weights.encoding import encode_version
 from rose.weights.relay import EpochChanged, RelayDenied, RelayFull, VersionGone
+from rose.weights.relay.bulk import Uplink
 from rose.weights.relay.http import BULK_PATH, BULK_PROTOCOL, BulkReply, Finish, Part, Put
 from rose.weights.relay.lanes import Lanes
 from rose.weights.relay.local import RelayClient
@@ -525,6 +529,60 @@ async def test_buckets_of_many_megabytes_pass_through_tls_both_ways(tmp_path: Pa
 
 
 # ---- sockets ----
+
+
+def test_a_connection_that_is_slow_is_not_one_that_is_silent() -> None:
+    """All of the bytes take longer than a connection may be silent; each of them does not."""
+    uplink = Uplink("http://127.0.0.1:9", {}, None, Sending())
+    near, far = socket.socketpair()
+    near.settimeout(1.5)
+    uplink._http.sock = near
+    received, data = bytearray(), BYTES[:4_000_000]
+
+    def read_slowly() -> None:
+        while chunk := far.recv(300_000):
+            received.extend(chunk)
+            time.sleep(0.05)
+
+    reader = threading.Thread(target=read_slowly)
+    reader.start()
+    try:
+        uplink.send_part(Part("ticket", 0, len(data)), memoryview(data))
+    finally:
+        uplink.close()
+        reader.join()
+        far.close()
+    assert received.endswith(data)
+
+
+@pytest.mark.parametrize("call", ["stat", "put_bucket", "get_into"])
+async def test_one_silent_connection_does_not_use_up_the_time_of_a_call(url: str, call: str) -> None:
+    """The first connection is taken by nobody: it says nothing, and stays open."""
+    await publish(url)
+    held: list[asyncio.StreamWriter] = []
+
+    async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        held.append(writer)
+        if len(held) == 1:
+            return
+        up_reader, up_writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+        held.append(up_writer)
+        back = asyncio.ensure_future(_copy(up_reader, writer, None))
+        with contextlib.suppress(ConnectionError):
+            await _copy(reader, up_writer, None)
+        back.cancel()
+
+    async with await asyncio.start_server(pass_on, "127.0.0.1", 0) as server:
+        through = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        async with RelayClient(through, timeout_s=9, shared_memory=False) as relay:
+            if call == "stat":
+                assert (await relay.stat(JOB)).versions == (1,)
+            elif call == "get_into":
+                assert await fetch(relay) == BYTES
+            else:
+                await relay.put_bucket(JOB, V1, BUCKET.name, BYTES, BUCKET.digest)
+        for writer in held:
+            writer.transport.abort()
 
 
 def test_pacing_is_the_kernels() -> None:

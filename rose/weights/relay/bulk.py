@@ -20,7 +20,7 @@ import msgspec
 
 from rose.errors import ConfigError
 from rose.weights.manifest import MANIFEST_BYTES_MAX
-from rose.weights.relay.control import Retry, refusal_of, refused
+from rose.weights.relay.control import SILENCE_MAX_S, Retry, refusal_of, refused
 from rose.weights.relay.http import (
     BULK_PATH,
     BULK_PROTOCOL,
@@ -33,8 +33,7 @@ from rose.weights.relay.http import (
 )
 from rose.weights.relay.sockets import Sending
 
-_SILENCE_MAX_S = 15.0
-"""A connection on which nothing moves for this long is given up and made again."""
+_SEND_BYTES = 64 << 10
 _LENGTH_BYTES = 4
 _THREADS_MAX = 32
 _T = TypeVar("_T")
@@ -44,7 +43,12 @@ class Connection:
     """One connection to an embedded relay.  Calls block."""
 
     def __init__(
-        self, url: str, headers: Mapping[str, str], tls: ssl.SSLContext | None, sending: Sending
+        self,
+        url: str,
+        headers: Mapping[str, str],
+        tls: ssl.SSLContext | None,
+        sending: Sending,
+        silence_s: float = SILENCE_MAX_S,
     ) -> None:
         parts = urlsplit(url)
         host = parts.hostname or ""
@@ -52,9 +56,9 @@ class Connection:
         self._headers = {"Host": parts.netloc.rpartition("@")[2], **headers}
         self._sending = sending
         self._http = (
-            http.client.HTTPSConnection(host, parts.port, timeout=_SILENCE_MAX_S, context=tls)
+            http.client.HTTPSConnection(host, parts.port, timeout=silence_s, context=tls)
             if parts.scheme == "https"
-            else http.client.HTTPConnection(host, parts.port, timeout=_SILENCE_MAX_S)
+            else http.client.HTTPConnection(host, parts.port, timeout=silence_s)
         )
         self._aborted = False
 
@@ -117,7 +121,9 @@ class Uplink(Connection):
         """Send bytes of a bucket; `receive` what is said to that."""
         self._make_ready()
         self._send(part)
-        self.socket.sendall(view)
+        # The time-out of `sendall` is for all it is given: a link that is slow is not one that is silent.
+        for first in range(0, len(view), _SEND_BYTES):
+            self.socket.sendall(view[first : first + _SEND_BYTES])
 
     def send_all(self, ticket: str, view: memoryview) -> None:
         """Send a bucket in one part."""

@@ -36,8 +36,11 @@ from rose.weights.relay.http import (
 )
 
 _CHUNK_BYTES = MIB
-_SILENCE_MAX_S = 15.0
-"""A connection on which nothing moves for this long is given up and made again."""
+SILENCE_MAX_S = 15.0
+"""The longest `silence_s`."""
+_SILENCE_MIN_S = 1.0
+_ATTEMPTS_MIN = 3
+"""One silent connection must not use up the time of a call."""
 _BACKOFF_MIN_S = 0.05
 _BACKOFF_MAX_S = 1.0
 _T = TypeVar("_T")
@@ -60,6 +63,8 @@ class ControlClient:
             raise ConfigError(f"{url} is not the URL of a relay", "as in http://127.0.0.1:7702")
         self.url = url.rstrip("/")
         self.timeout_s = timeout_s
+        self.silence_s = min(SILENCE_MAX_S, max(_SILENCE_MIN_S, timeout_s / _ATTEMPTS_MIN))
+        """A connection on which nothing moves for this long is given up and made again."""
         self.host = parts.hostname
         self.headers = {"Authorization": f"Bearer {token}"} if token else {}
         self.tls = _trust(tls_ca) if parts.scheme == "https" else True
@@ -140,7 +145,7 @@ class ControlClient:
         """Epoch and body of a small answer, retried until the deadline."""
 
         async def attempt() -> tuple[str, bytes]:
-            return await self.read_once(method, path, epoch=epoch, silence_s=_SILENCE_MAX_S + wait_s)
+            return await self.read_once(method, path, epoch=epoch, wait_s=wait_s)
 
         return await self.until_done(attempt, self.timeout_s + wait_s)
 
@@ -151,11 +156,11 @@ class ControlClient:
         *,
         body: bytes = b"",
         epoch: str | None = None,
-        silence_s: float = _SILENCE_MAX_S,
+        wait_s: float = 0,
     ) -> tuple[str, bytes]:
         """Epoch and body of a small answer.  One attempt: see `request`."""
         data = chunks(memoryview(body)) if body else None
-        async with self.request(method, path, data=data, epoch=epoch, silence_s=silence_s) as response:
+        async with self.request(method, path, data=data, epoch=epoch, wait_s=wait_s) as response:
             return response.headers.get(EPOCH_HEADER, ""), await _read_bounded(response)
 
     async def until_done(self, attempt: Callable[[], Awaitable[_T]], timeout_s: float) -> _T:
@@ -184,7 +189,7 @@ class ControlClient:
         *,
         headers: Mapping[str, str] | None = None,
         data: AsyncIterator[memoryview] | None = None,
-        silence_s: float = _SILENCE_MAX_S,
+        wait_s: float = 0,
         epoch: str | None = None,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """One attempt.  Refusals raise what they stand for, broken connections `Retry`.
@@ -193,7 +198,9 @@ class ControlClient:
         """
         if self._session is None:
             self._session = aiohttp.ClientSession(headers=self.headers, read_bufsize=_CHUNK_BYTES)
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_SILENCE_MAX_S, sock_read=silence_s)
+        timeout = aiohttp.ClientTimeout(
+            total=None, sock_connect=self.silence_s, sock_read=self.silence_s + wait_s
+        )
         try:
             async with self._session.request(
                 method,

@@ -52,10 +52,14 @@ class RelayClient(ControlClient):
     ) -> None:
         super().__init__(url, token=token, timeout_s=timeout_s, tls_ca=tls_ca)
         tls = self.tls if isinstance(self.tls, ssl.SSLContext) else None
-        self._down: Lanes[Wanted] = Lanes(lambda: Downlane(self.url, self.headers, tls, sending), streams)
-        self._up: Lanes[Offered] = Lanes(lambda: Uplane(self.url, self.headers, tls, sending), streams)
+        self._down: Lanes[Wanted] = Lanes(
+            lambda: Downlane(self.url, self.headers, tls, sending, self.silence_s), streams
+        )
+        self._up: Lanes[Offered] = Lanes(
+            lambda: Uplane(self.url, self.headers, tls, sending, self.silence_s), streams
+        )
         self._piece_bytes = _PIECE_BYTES if streams > 1 else _ONLY_PIECE_BYTES
-        self._uplinks = Uplinks(lambda: Uplink(self.url, self.headers, tls, sending))
+        self._uplinks = Uplinks(lambda: Uplink(self.url, self.headers, tls, sending, self.silence_s))
         self._try_shared = shared_memory
         self._reader: tuple[str, SharedReader] | None = None
 
