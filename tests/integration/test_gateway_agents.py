@@ -203,15 +203,16 @@ async def test_calls_of_tools_come_through(tmp_path: Path, stream: bool) -> None
 async def test_a_call_of_a_tool_that_is_cut_begins_again(tmp_path: Path) -> None:
     """Its parser has seen only half of it, so the half is thrown away; nobody was shown it."""
     async with world(tmp_path, engines=2, token_ms=4) as made:
+        long = Reply(tool="run", arguments={"command": "echo " + "x" * 400})
         for engine in made.engines:
-            engine.state.script = [CALL]
+            engine.state.script = [long]
         tool = {"type": "function", "function": {"name": "run", "parameters": {"type": "object"}}}
-        asked = made.openai.chat.completions.create(**CHAT | {"max_tokens": 200, "tools": [tool]})
+        asked = made.openai.chat.completions.create(**CHAT | {"max_tokens": 1000, "tools": [tool]})
         task = asyncio.create_task(asked)
         engine = await made.running_turn(tokens=8)
         engine.state.abort("rose:kv_budget_cut")
         completion = await asyncio.wait_for(task, 30)
         (call,) = completion.choices[0].message.tool_calls or ()
-        assert json.loads(call.function.arguments) == CALL.arguments
+        assert json.loads(call.function.arguments) == long.arguments
         await until(lambda: not any(engine.state.requests for engine in made.engines))
         assert (await made.turns())["restarted"] == 1

@@ -37,7 +37,7 @@ async def test_turns_run_on_what_a_trainer_sent(tmp_path: Path) -> None:
                 assert (report.version, report.changed) == (1, 64)
             with WeightStream.connect(relay, job, checkpoint) as weights:
                 assert weights.version == 1, "a trainer that restarts goes on where it was"
-                held = weights.send([], timeout_s=0.1)
+                held = weights.send([], timeout_s=60)
                 assert (held.version, held.repeated) == (1, True)
                 return list(weights._publisher.state["model.norm.weight"].words)
 
