@@ -142,7 +142,8 @@ class GatewayBench:
                 self._say(f"knee: {streams} streams, {way}")
                 figures = await self._climb(urls, streams, late_ms)
                 found.append((streams, figures))
-                if p99(figures) > late_ms + KNEE_TTFT_MS:
+                # One step late by far may be other work on the machine; two in a row are a knee.
+                if len(found) > 1 and all(p99(each) > late_ms + KNEE_TTFT_MS for _, each in found[-2:]):
                     del climbing[way]
 
     async def _climb(self, urls: list[str], streams: int, late_ms: float) -> Figures:
