@@ -286,16 +286,20 @@ int64_t rose_scatter(void *target, int64_t n, int32_t width, const int64_t *indi
 }
 
 enum {
-    EXCHANGE_BLOCK = 4096, /* words that are read back while they are in the cache */
-    EXCHANGE_AHEAD = 32,   /* words asked for before they are needed: the wait for memory is most of the work */
+    EXCHANGE_BLOCK = 1024, /* words that are read back while they are in the cache */
+    EXCHANGE_AHEAD = 64,   /* words asked for before they are needed: the wait for memory is most of the work */
 };
 
 #define EXCHANGE(bits)                                                                                            \
-    static int64_t exchange_##bits(uint##bits##_t *target, const int64_t *indices, const uint##bits##_t *values,  \
-                                   uint##bits##_t *before, int64_t count) {                                       \
+    static int64_t exchange_##bits(uint##bits##_t *target, int64_t n, const int64_t *indices,                     \
+                                   const uint##bits##_t *values, uint##bits##_t *before, int64_t count) {         \
         int64_t wrong = 0;                                                                                        \
         for (int64_t first = 0; first < count; first += EXCHANGE_BLOCK) {                                         \
             const int64_t last = first + least(EXCHANGE_BLOCK, count - first);                                    \
+            if (out_of_range(indices + first, last - first, n)) {                                                 \
+                while (first-- > 0) target[indices[first]] = before[first]; /* all or nothing */                  \
+                return ROSE_MISUSE;                                                                               \
+            }                                                                                                     \
             for (int64_t k = first; k < last; k++) {                                                              \
                 if (k + EXCHANGE_AHEAD < count) __builtin_prefetch(&target[indices[k + EXCHANGE_AHEAD]], 1);      \
                 before[k] = target[indices[k]];                                                                   \
@@ -313,12 +317,12 @@ EXCHANGE(64)
 
 int64_t rose_exchange(void *target, int64_t n, int32_t width, const int64_t *indices, const void *values,
                       void *before, int64_t count) {
-    if (n < 0 || count < 0 || out_of_range(indices, count, n)) return ROSE_MISUSE;
+    if (n < 0 || count < 0) return ROSE_MISUSE;
     switch (width) {
-    case 1: return exchange_8(target, indices, values, before, count);
-    case 2: return exchange_16(target, indices, values, before, count);
-    case 4: return exchange_32(target, indices, values, before, count);
-    case 8: return exchange_64(target, indices, values, before, count);
+    case 1: return exchange_8(target, n, indices, values, before, count);
+    case 2: return exchange_16(target, n, indices, values, before, count);
+    case 4: return exchange_32(target, n, indices, values, before, count);
+    case 8: return exchange_64(target, n, indices, values, before, count);
     default: return ROSE_MISUSE;
     }
 }

@@ -235,6 +235,8 @@ def test_exchange_answers_what_was_there(
         for bad in (start.size, -1, 1 << 62):
             with pytest.raises(IndexError):
                 some.exchange(words, np.array([0, bad]), values[:2])
+            with pytest.raises(IndexError):
+                some.exchange(words, np.append(at, bad), np.append(values, values[0]))
         assert np.array_equal(words, start)
         assert some.exchange(words, at[:0], values[:0])[1]
 
