@@ -12,13 +12,14 @@ from gateway_world import MODEL, World, world
 from test_fleet_commands import rose
 
 from rose.client import Job
-from rose.core.forecast import SAMPLE_S
+from rose.core.forecast import SAMPLE_S, CapacityHistory
 from rose.errors import ConfigError, NotFound
 from rose.units import NS_PER_S
 
 
 def watched(made: World, minutes: float) -> None:
-    """As if the scheduler had watched for so long."""
+    """As if the scheduler had watched for so long; what it saw while all this was starting is forgotten."""
+    made.scheduler.forecasts._history = CapacityHistory()
     began_ns = time.monotonic_ns()
     for number in range(int(minutes * 60 / SAMPLE_S)):
         made.scheduler.forecasts.sample(began_ns + int(number * SAMPLE_S * NS_PER_S))
