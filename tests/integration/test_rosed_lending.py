@@ -183,7 +183,7 @@ def test_a_host_that_observes_lends_nothing_and_says_what_it_could(host: Host) -
     assert status is not None
     assert [each["id"] for each in status["replicas"]] == [DEDICATED]
     assert not host.paths.gate(OPPORTUNISTIC).exists()
-    deadline = time.monotonic() + 2.5
+    deadline = time.monotonic() + 4
     while time.monotonic() < deadline:
         serving.beat()
         time.sleep(0.05)
