@@ -23,10 +23,9 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from rose.boards import BoardWriter
-from rose.core.readings import NEVER, ReplicaReading, SlackReading
 from rose.engines.vllm.settings import PluginSettings
 from rose_daemon import mock_model
+from rose_daemon.mock_boards import Boards
 from rose_daemon.mock_cache import PrefixCache
 from rose_daemon.mock_script import Reply, read_script
 from rose_daemon.mock_shapes import Generation, Shaper, understand
@@ -60,6 +59,8 @@ class MockState:
     prefill_s: float = 0
     """Seconds that the prefills so far took together."""
     aborted: int = 0
+    obeys: bool = False
+    """Obey the policy on its gate board, at once; the others never confirm one."""
     silent_s: float = 0.0
     """Time before a request is taken in, in which nothing is answered."""
     prefixes: PrefixCache = field(default_factory=PrefixCache)
@@ -370,41 +371,6 @@ def _error(status: int, text: str) -> web.Response:
     )
 
 
-class Boards:
-    """Publishes the board that the real engine's scheduler plugin would."""
-
-    def __init__(self, state: MockState, settings: PluginSettings) -> None:
-        self._state = state
-        paths = settings.boards
-        self._slack = (
-            BoardWriter(paths.slack(settings.name), SlackReading) if state.role == "serving" else None
-        )
-        self._replica = (
-            BoardWriter(paths.replica(settings.name), ReplicaReading) if state.role == "rollout" else None
-        )
-
-    async def run(self) -> None:
-        """Publish every 20 ms until cancelled."""
-        while True:
-            now_ns, running = time.monotonic_ns(), len(self._state.requests)
-            if self._slack is not None:
-                slack = dict.fromkeys(SlackReading._fields, 0)
-                slack |= {"stamp_ns": now_ns, "running": running, "kv_total_blocks": 1024}
-                slack |= {"ttft_deadline_ns": NEVER, "tpot_deadline_ns": NEVER}
-                self._slack.publish(SlackReading(**slack))
-            if self._replica is not None:
-                reading = dict.fromkeys(ReplicaReading._fields, 0)
-                reading |= {"stamp_ns": now_ns, "gate_open": 1, "running": running}
-                reading |= {"tokens": self._state.tokens, "aborted_requests": self._state.aborted}
-                reading |= {
-                    "kv_total_blocks": 1024,
-                    "weight_version": self._state.version,
-                    "kv_resident_bytes": -1,
-                }
-                self._replica.publish(ReplicaReading(**reading))
-            await asyncio.sleep(0.02)
-
-
 async def serve(state: MockState, host: str, port: int, settings: PluginSettings | None = None) -> None:
     """Serve until cancelled; prints `ready <port>` once it answers."""
     runner = web.AppRunner(build_app(state), access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
@@ -427,6 +393,7 @@ def main() -> None:
     parser.add_argument("--served-model-name", default="rollout")
     parser.add_argument("--max-model-len", type=int, default=2048)
     parser.add_argument("--token-ms", type=float, default=2.0)
+    parser.add_argument("--obey", action="store_true")
     parser.add_argument("--script", type=Path, help="JSON list of replies, see rose_daemon.mock_script")
     options, _ = parser.parse_known_args()
     settings = PluginSettings.from_environ()
@@ -434,6 +401,7 @@ def main() -> None:
         model=options.served_model_name,
         context_tokens_max=options.max_model_len,
         token_ms=options.token_ms,
+        obeys=options.obey,
         name=settings.name if settings else "mock",
         role=settings.role if settings else "rollout",
         token=Path(settings.token_file).read_text().strip() if settings else "",

@@ -35,6 +35,12 @@ def steady(replica: ReplicaConfig, config: Config) -> EngineCommand:
     return EngineCommand((*command.argv, "--token-ms", "100"), command.env)
 
 
+def obedient(replica: ReplicaConfig, config: Config) -> EngineCommand:
+    """The mock engine, which obeys the policy on its gate board and says so."""
+    command = mock(replica, config)
+    return EngineCommand((*command.argv, "--obey"), command.env)
+
+
 applier = light_engine
 
 

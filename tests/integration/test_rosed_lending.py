@@ -217,3 +217,34 @@ def test_windows_without_rollout(host: Host) -> None:
         return {-1, GateReason.ROLLOUT_OFF_WINDOW} <= seen and bool(told["off_windows"])
 
     until(both, host.explain, limit_s=60)
+
+
+def test_drills_measure_how_soon_memory_is_back(host: Host) -> None:
+    configure(host, "switchback_share = 0\ndrill_period_s = 0.3\n")
+    serving = Serving(host)
+    host.start("obedient")
+    until(ready(host, OPPORTUNISTIC), host.explain)
+
+    def measured() -> bool:
+        serving.beat()
+        return int(lending(host)["drills"]) >= 3
+
+    until(measured, host.explain)
+    told = lending(host)
+    assert 0 < told["take_back_p50_ms"] <= told["take_back_p99_ms"]
+    assert host.replica(OPPORTUNISTIC)["memory_state"] == "normal", "a drill is no cut"
+    drills = [line for line in audit.read(host.base / "state", 0) if isinstance(line, audit.Drilled)]
+    assert all(1 <= drill.blocks <= 51 and drill.replica == OPPORTUNISTIC for drill in drills)
+    until(lambda: policy(host).kv_budget_blocks == 0, host.explain)
+
+
+def test_a_host_that_is_switched_off_gives_its_memory_back(host: Host) -> None:
+    configure(host, STILL)
+    Serving(host)
+    host.start("obedient")
+    until(ready(host, OPPORTUNISTIC), host.explain)
+    ask(host.socket, wire.LendRequest(on=False))
+    until(lambda: host.replica(OPPORTUNISTIC)["state"] == "inactive", host.explain)
+    assert policy(host).kv_budget_blocks == 1
+    ask(host.socket, wire.LendRequest(on=True))
+    until(ready(host, OPPORTUNISTIC), host.explain)
