@@ -41,7 +41,10 @@ def families() -> Iterator[Family]:
     """All of them, in the order of files and lines."""
     for path in sorted(DAEMONS.rglob("*.py")):
         daemon = path.relative_to(DAEMONS).parts[0]
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        source = path.read_text(encoding="utf-8")
+        for node in (
+            ast.walk(ast.parse(source)) if "prometheus_client" in source or daemon == "scheduler" else ()
+        ):
             match node:
                 case ast.Call(func=ast.Name(id=kind), args=[first, *rest]) if kind in _KINDS:
                     yield from _family(daemon, _KINDS[kind], first, rest)
@@ -49,6 +52,10 @@ def families() -> Iterator[Family]:
                     name.startswith("rose_")
                 ):
                     yield Family(daemon, "gauge", name, text)
+                case ast.Dict(keys=keys):
+                    for key in keys:
+                        if isinstance(key, ast.Constant) and str(key.value).startswith("rose_"):
+                            yield Family(daemon, "gauge", str(key.value), "")
 
 
 def _family(daemon: str, kind: str, first: ast.expr, rest: list[ast.expr]) -> Iterator[Family]:
