@@ -204,12 +204,14 @@ def _play(entries: Sequence[Entry], replica: ReplicaId, trials: Sequence[Trial])
     following = dict(pairwise(served))
     open_ns = seen_ns = 0
     seen: tuple[int, bool] | None = None
+    gone = False
+    """The replica's board is unknown: its engine starts or is gone, and no gate is asked."""
     for index, entry in enumerate(entries):
         event, now_ns = entry.event, entry.now_ns
         for effect in entry.effects:
             if isinstance(effect, PublishGate) and effect.replica == replica:
                 policy = effect.policy
-        if isinstance(event, ServingObserved):
+        if isinstance(event, ServingObserved) and not gone:
             next_ns = entries[following[index]].now_ns if index in following else now_ns
             for trial in trials:
                 trial.served(event.slack, policy, now_ns, min(next_ns, now_ns + HOLD_NS_MAX))
@@ -221,6 +223,7 @@ def _play(entries: Sequence[Entry], replica: ReplicaId, trials: Sequence[Trial])
                 seen_ns += now_ns - seen[0]
                 open_ns += (now_ns - seen[0]) * seen[1]
             reading = event.reading
+            gone = isinstance(reading, Unknown)
             seen = None if isinstance(reading, Unknown) else (now_ns, bool(reading.gate_open))
     return open_ns / seen_ns if seen_ns else None
 

@@ -98,6 +98,15 @@ def test_what_is_unknown_is_closed_and_a_gap_is_not_counted(recording: Recording
     assert shares(recording.path, "strict")["strict"] == pytest.approx(0.5 / 3.0, abs=0.01)
 
 
+def test_time_without_an_engine_is_not_counted(recording: Recording) -> None:
+    before = shares(recording.path, "strict")
+    recording.add(ReplicaObserved(REPLICA, Unknown("board_missing")))
+    for _ in range(20):
+        recording.serving(IDLE)
+    after = shares(recording.path, "strict")
+    assert after["strict"] == pytest.approx(before["strict"], abs=0.05)
+
+
 def test_a_gate_that_was_closed_for_another_reason_stays_closed(recording: Recording) -> None:
     shut = POLICY._replace(mode=int(GateMode.CLOSED), closed_reason=int(GateReason.MEMORY_UNKNOWN))
     recording.serving(IDLE, PublishGate(REPLICA, shut))
