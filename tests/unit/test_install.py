@@ -178,6 +178,7 @@ def live(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callabl
             super().__init__(root, say, dry=dry)
             self.live = True
 
+    (root / "run/systemd/system").mkdir(parents=True)
     monkeypatch.setattr(command, "Machine", Live)
     monkeypatch.setattr(os, "chown", lambda *_: None)
 
@@ -209,6 +210,19 @@ def test_services_are_put_back_as_they_were(root: Path, live: Callable[[], list[
         "systemctl --no-reload disable rose-relay.service",
         "systemctl start rosed.service",
     ]
+
+
+def test_where_systemd_does_not_run_it_is_not_asked(
+    root: Path, live: Callable[[], list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (root / "run/systemd/system").rmdir()
+    before = snapshot(root)
+    run("install", "rosed", "relay", "--root", str(root))
+    run("uninstall", "--root", str(root))
+    assert snapshot(root) == before
+    words = {word for line in live() if line.startswith("systemctl") for word in line.split()}
+    assert not words & {"start", "stop", "daemon-reload"}
+    assert "skip, as systemd does not run here: systemctl stop rosed.service" in capsys.readouterr().out
 
 
 def test_a_first_install_reloads_nothing(root: Path, live: Callable[[], list[str]]) -> None:

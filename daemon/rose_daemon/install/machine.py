@@ -17,6 +17,10 @@ from rose.errors import RoseError
 from rose_daemon.install.plan import FoundFile, Record, UnitRecord
 
 _COMMAND_S = 60
+_BOOTED = "/run/systemd/system"
+"""There while systemd runs the machine (sd_booted(3))."""
+_NEEDS_SYSTEMD = {"start", "stop", "daemon-reload"}
+"""What `systemctl` asks of a running systemd; enabling only makes links."""
 
 Say = Callable[[str], None]
 
@@ -127,6 +131,9 @@ class Machine:
         text = f"{' '.join(argv)}    # {why}"
         if not self.live:
             self._say(f"skip, as this is not the running system: {text}")
+            return
+        if argv[0] == "systemctl" and argv[1] in _NEEDS_SYSTEMD and not self.at(_BOOTED).is_dir():
+            self._say(f"skip, as systemd does not run here: {text}")
             return
         self._say(f"run {text}")
         if self.dry:
