@@ -325,4 +325,5 @@ def _error(status: int, answer: dict[str, Any], what: str) -> RoseError:
     text = str(detail.get("message", "")) if isinstance(detail, dict) else ""
     message = f"{what}: {text or f'status {status}'}"
     kinds: dict[int, type[RoseError]] = {404: NotFound, 409: VersionConflict}
-    return kinds.get(status, NotReady if status >= 500 else ConfigError)(message)
+    hint = "name a file with it: scheduler.token_file, or ROSE_SCHEDULER__TOKEN_FILE" if status == 401 else ""
+    return kinds.get(status, NotReady if status >= 500 else ConfigError)(message, hint)

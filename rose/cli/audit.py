@@ -19,7 +19,7 @@ from rose.cli.times import SinceOption, clock, seconds
 from rose.core.evidence import Difference, difference
 from rose.core.lender import harm_interval
 from rose.core.readings import GateReason
-from rose.errors import Exit, RoseError
+from rose.errors import Exit, NotFound, RoseError
 from rose.units import MIB
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
@@ -30,17 +30,27 @@ _SPENT = GateReason.ERROR_BUDGET_SPENT.name.lower()
 
 @app.command()
 def audit(since: SinceOption = "24h", as_json: JsonOption = False, config: ConfigOption = None) -> None:
-    """Show what lending did to serving.  Exit code 5 if it spent the error budget in that time."""
+    """Show what lending did to serving.  Exit code 5 if it spent the error budget in that time, 4 if there is no
+    record."""
     directory = Path(configuration.load(config).node.state_dir)
     now_s = time.time()
-    try:
-        found = records.summary(records.read(directory, now_s - seconds(since)))
-    except OSError as error:
-        raise RoseError(f"{directory / records.NAME}: {error.strerror}", "run as rosed's user") from None
+    found = records.summary(recorded(directory, now_s - seconds(since)))
     body = report(found, now_s)
     print(json.dumps(body, indent=2) if as_json else "\n".join(lines(body)))
     spent = any(decision.closed == _SPENT for decision in found.decisions)
     raise typer.Exit(Exit.SLO_BREACH if spent else Exit.OK)
+
+
+def recorded(directory: Path, since_s: float) -> list[records.AnyLine]:
+    """The lines of rosed's audit.  Raises NotFound if there is none: nothing measured is not nothing late."""
+    path = directory / records.NAME
+    try:
+        lines = records.read(directory, since_s)
+        if not lines and not path.exists():
+            raise NotFound(f"{path}: there is no audit", "has rosed run here?  see node.state_dir")
+    except OSError as error:
+        raise RoseError(f"{path}: {error.strerror}", "run as rosed's user") from None
+    return lines
 
 
 def report(found: records.Summary, now_s: float) -> dict[str, Any]:

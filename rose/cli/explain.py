@@ -14,7 +14,7 @@ import typer
 from rose import audit as records
 from rose import config as configuration
 from rose import journals, wire
-from rose.cli.audit import late_line
+from rose.cli.audit import late_line, recorded
 from rose.cli.control import ask
 from rose.cli.fleet import UrlOption, explain_turn
 from rose.cli.options import ConfigOption, JsonOption, SocketOption
@@ -212,10 +212,7 @@ def _late(number: str, as_json: bool, config: Path | None) -> None:
     directory = Path(configuration.load(config).node.state_dir)
     if number and not number.isdigit():
         raise ConfigError(f"{number!r} is no number of a request", "`rose explain late` lists them")
-    try:
-        found = [line for line in records.read(directory, 0) if isinstance(line, records.Late)]
-    except OSError as error:
-        raise RoseError(f"{directory / records.NAME}: {error.strerror}", "run as rosed's user") from None
+    found = [line for line in recorded(directory, 0) if isinstance(line, records.Late)]
     shown = [line for line in found if str(line.number) == number] if number else found[-_LATE_SHOWN:]
     if number and not shown:
         raise NotFound(f"no late request {number} is known", "`rose explain late` lists the latest")

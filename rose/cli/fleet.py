@@ -165,7 +165,7 @@ def _node_row(row: dict[str, Any]) -> list[str]:
     gate = "open" if row["gate_open"] else "held" if row["gate_held"] else "closed"
     return [
         *(row["node"], row["node_state"], row["replica"], row["kind"], state, gate),
-        *(f"v{row['weight_version']}", row["job"] or "-"),
+        *("?" if row["weight_version"] is None else f"v{row['weight_version']}", row["job"] or "-"),
         *(str(row["turns_in_flight"]), str(row["turns_finished"]), str(row["tokens"])),
     ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated, Any
 
 import typer
@@ -11,7 +12,7 @@ from rose import wire
 from rose.cli.control import ask
 from rose.cli.fleet import UrlOption, scheduler_of
 from rose.cli.options import ConfigOption, SocketOption
-from rose.errors import RoseError
+from rose.errors import ConfigError, RoseError
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
@@ -25,6 +26,8 @@ def top(
     socket: SocketOption = None,
 ) -> None:
     """Show host, gate, lending, memory, replicas and jobs until q is pressed."""
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise ConfigError("`rose top` needs a terminal", "`rose status` and `rose nodes` print once")
     try:
         from rose.cli.screen import Snapshot, Top  # noqa: PLC0415 (textual takes long to import)
     except ModuleNotFoundError as error:

@@ -37,6 +37,9 @@ async def test_what_the_scheduler_knows(tmp_path: Path) -> None:
         assert code == 0
         assert sum(row["turns_finished"] for row in json.loads(text)) == 1
 
+        _, text, _ = await rose("nodes", "--url", made.url)
+        assert "vNone" not in text
+
         code, text, _ = await rose("trajectories", "--json", "--limit", "5", "--url", made.url)
         (trajectory,) = json.loads(text)
         assert (trajectory["trajectory"], trajectory["replica"]) == ("episode-1", replica)
@@ -58,3 +61,13 @@ async def test_without_a_scheduler(command: tuple[str, ...]) -> None:
     code, _, err = await rose(*command, "--url", "http://127.0.0.1:9")
     assert code == Exit.NOT_READY
     assert err.startswith("rose: http://127.0.0.1:9: ")
+
+
+async def test_a_token_that_is_missing_says_where_to_name_it(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("secret\n")
+    token.chmod(0o600)
+    async with world(tmp_path, job=False, token_file=str(token)) as made:
+        code, _, err = await rose("jobs", "--url", made.url)
+    assert code == Exit.USAGE
+    assert "scheduler.token_file" in err

@@ -118,6 +118,16 @@ def test_a_spent_budget_is_the_exit_code(
     assert run(monkeypatch, tmp_path, "--since", "yesterday") == Exit.USAGE
 
 
+def test_a_host_that_measured_nothing_is_not_a_host_without_harm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    for arguments in ((), ("--json",)):
+        assert run(monkeypatch, tmp_path, *arguments) == Exit.NOT_FOUND
+        said = capsys.readouterr()
+        assert said.out == ""
+        assert "there is no audit" in said.err
+
+
 def test_times() -> None:
     assert [seconds(text) for text in ("90s", "15m", "1.5h", "7d")] == [90, 900, 5400, 604800]
     for text in ("", "h", "-1h", "10", "1w"):

@@ -190,6 +190,9 @@ def test_what_is_not_known(state: State, capsys: Any) -> None:
     assert state.rose("explain", "late", "12") == Exit.NOT_FOUND
     assert state.rose("explain", "late", "twelve") == Exit.USAGE
     assert state.rose("explain", "turn-1", "more") == Exit.USAGE
+    assert state.rose("explain", "late") == Exit.NOT_FOUND, "nothing measured is not nothing late"
+    assert "there is no audit" in capsys.readouterr().err
+    (state.directory / "audit.jsonl").touch()
     assert state.rose("explain", "late") == 0
     assert "no serving request was late" in capsys.readouterr().out
 

@@ -10,7 +10,8 @@ from textual.widgets import DataTable, Static
 
 from rose import wire
 from rose.cli.screen import Snapshot, Top
-from rose.errors import NotFound
+from rose.cli.top import top
+from rose.errors import ConfigError, NotFound
 
 FLEET = {
     "jobs": [
@@ -134,3 +135,10 @@ async def test_a_rosed_that_is_gone_and_comes_back(fleet: dict[str, Any] | None)
         await settled(app, pilot)
         assert len(cells(app, "#replicas")) == 1
     assert desk.orders == []
+
+
+def test_without_a_terminal_it_says_what_else_to_use(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError, match="needs a terminal") as raised:
+        top()
+    assert "rose status" in raised.value.hint
+    assert capsys.readouterr().out == ""
