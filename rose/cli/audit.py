@@ -30,8 +30,10 @@ _SPENT = GateReason.ERROR_BUDGET_SPENT.name.lower()
 
 @app.command()
 def audit(since: SinceOption = "24h", as_json: JsonOption = False, config: ConfigOption = None) -> None:
-    """Show what lending did to serving.  Exit code 5 if it spent the error budget in that time, 4 if there is no
-    record."""
+    """Show what lending did to serving.  Exit code 5 if it spent the error budget in that time.
+
+    Exit code 4 if there is no record.
+    """
     directory = Path(configuration.load(config).node.state_dir)
     now_s = time.time()
     found = records.summary(recorded(directory, now_s - seconds(since)))
