@@ -56,7 +56,7 @@ fmt: install-dev  ## fix what can be fixed by itself, and format
 	$(RUN) ruff check --fix-only .
 	$(RUN) ruff format .
 
-bench: install  ## measure co-serving in seven modes, 25 minutes (ARGS=--quick: five)
+bench: install  ## measure co-serving in seven modes, 16 minutes (ARGS=--quick: five)
 	$(VENV)/bin/rose bench coserve $(ARGS)
 
 fuzz: install  ## 100,000 damaged inputs to each reader of what comes from outside (ARGS="--inputs N --seed S")

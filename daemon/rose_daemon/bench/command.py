@@ -109,7 +109,7 @@ def coserve(
 ) -> None:
     """Serve a trace alone, and beside rollout that is gated, held back in simpler ways, or not at all.
 
-    Every mode meets the same arrivals on the same pair of engines; about 25 minutes.  Exit code 5 when a
+    Every mode meets the same arrivals on the same pair of engines; about 16 minutes.  Exit code 5 when a
     rose mode broke a budget for more than 0.5% of its requests, not counting what serving alone breaks too.
     """
     # vLLM's models take seconds to make and import: not for --help.
