@@ -44,6 +44,14 @@ def write_durably(path: Path, data: bytes | bytearray | memoryview) -> None:
         os.fsync(file.fileno())
 
 
+def replace_durably(path: Path, data: bytes | bytearray | memoryview) -> None:
+    """Put a file in place whole, durably: whoever looks, even after a crash, finds the old or the new."""
+    draft = path.with_name(f".{path.name}.partial")
+    write_durably(draft, data)
+    draft.replace(path)
+    sync_directory(path.parent)
+
+
 def sync_directory(directory: Path) -> None:
     """Make renames and new names in a directory durable."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

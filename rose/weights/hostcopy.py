@@ -337,10 +337,7 @@ def _read_record(directory: Path) -> _Record:
 
 
 def _write_record(directory: Path, record: _Record) -> None:
-    draft = directory / ".record.json.partial"
-    files.write_durably(draft, msgspec.json.encode(record))
-    draft.rename(directory / "record.json")
-    files.sync_directory(directory)
+    files.replace_durably(directory / "record.json", msgspec.json.encode(record))
 
 
 def _copy_checkpoint(source: Path, destination: Path) -> State:

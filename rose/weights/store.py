@@ -92,11 +92,9 @@ class WeightStore:
         directory.mkdir(parents=True, exist_ok=True)
         if version is None:
             (directory / _PIN).unlink(missing_ok=True)
+            files.sync_directory(directory)
         else:
-            draft = directory / f".{_PIN}.partial"
-            files.write_durably(draft, f"{version}\n".encode())
-            draft.rename(directory / _PIN)
-        files.sync_directory(directory)
+            files.replace_durably(directory / _PIN, f"{version}\n".encode())
 
     def prune(self, job: JobId, keep: int, held: Container[int] = ()) -> tuple[WeightVersion, ...]:
         """Delete all but the newest `keep` versions and those `held`; answers the deleted ones.

@@ -94,7 +94,7 @@ def test_off_works_where_it_cannot_be_kept_and_on_does_not(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("rose_daemon.node.lending.os.fsync", full)
+    monkeypatch.setattr("os.fsync", full)
     with pytest.raises(RoseError, match=r"lending is off, but .*No space left"):
         world.desk.switch(off=True, reset=False)
     with pytest.raises(RoseError, match="stays as it was"):

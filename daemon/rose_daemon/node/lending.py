@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -36,6 +35,7 @@ from rose.core.takeback import DrillSettings
 from rose.errors import RoseError
 from rose.rings import RingReader
 from rose.units import NS_PER_MS, NS_PER_S, ReplicaId, ms_to_ns, s_to_ns
+from rose.weights import files
 from rose_daemon.node.engines import Engines
 from rose_daemon.node.journal import Journal
 
@@ -313,7 +313,9 @@ class LendingDesk:
             self.lender.switched_off = True
             self.look(time.monotonic_ns())
         try:
-            self._keep_switch(Switch(off, time.time()))
+            files.replace_durably(
+                self._state_dir / SWITCH_NAME, msgspec.json.encode(Switch(off, time.time()))
+            )
         except OSError as error:
             state = "lending is off, but" if off else "lending stays as it was:"
             raise RoseError(
@@ -326,15 +328,6 @@ class LendingDesk:
             self._minute.counts = Counts()
             self._write(audit.Reset(at_s=time.time()))
         self.look(time.monotonic_ns())
-
-    def _keep_switch(self, switch: Switch) -> None:
-        path = self._state_dir / SWITCH_NAME
-        new = path.with_suffix(".new")
-        with new.open("wb") as file:
-            file.write(msgspec.json.encode(switch))
-            file.flush()
-            os.fsync(file.fileno())
-        new.replace(path)
 
     def _read_switch(self) -> bool:
         path = self._state_dir / SWITCH_NAME

@@ -7,7 +7,6 @@ The scheduler's store keeps its own number, in its database.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import msgspec
 import structlog
 
 from rose.errors import ConfigError, RoseError
+from rose.weights import files
 
 LAYOUT = 1
 NAME = "layout.json"
@@ -68,9 +68,4 @@ def _found(path: Path) -> int:
 
 
 def _write(path: Path, layout: int) -> None:
-    part = path.with_name(path.name + ".part")
-    with part.open("wb") as file:
-        file.write(msgspec.json.encode(_Layout(layout)) + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
+    files.replace_durably(path, msgspec.json.encode(_Layout(layout)) + b"\n")
