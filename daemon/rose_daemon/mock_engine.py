@@ -248,7 +248,8 @@ class _Handlers:
         while run.aborted is None and (self._state.stalled or time.monotonic() < due_s):
             left_s = 0.02 if self._state.stalled else due_s - time.monotonic()
             try:
-                await asyncio.wait_for(run.woken.wait(), max(left_s, 0))
+                async with asyncio.timeout(max(left_s, 0)):
+                    await run.woken.wait()
             except TimeoutError:
                 continue
 

@@ -12,10 +12,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from rose.client import Job
+from rose.closing import Closing
 from rose.config import RelayConfig
 from rose.units import JobId, WeightVersion
 from rose.weights.bits import Bits, State, UnsupportedTensor, as_bits
@@ -28,7 +28,7 @@ _TORCH_DTYPES: Mapping[str, str] = {"BF16": "bfloat16", "F16": "float16", "F32":
 """Types that are cast to one another."""
 
 
-class WeightStream:
+class WeightStream(Closing):
     """Publishes one job's weights as a framework streams them.  One thread.
 
     Beside the publisher's copy of the model it holds what was taken in for the next version, in host memory:
@@ -99,14 +99,6 @@ class WeightStream:
     def close(self) -> None:
         """Close the connections to the relay."""
         self._publisher.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _fitted(name: str, tensor: Any, state: State) -> Bits:

@@ -302,7 +302,8 @@ async def _relay(settings: configuration.Config) -> AsyncIterator[Any]:
     address = urlsplit(settings.relay.address)
     port = address.port or (443 if address.scheme == "https" else 80)
     try:
-        _, writer = await asyncio.wait_for(asyncio.open_connection(address.hostname, port), _CONNECT_S)
+        async with asyncio.timeout(_CONNECT_S):
+            _, writer = await asyncio.open_connection(address.hostname, port)
     except (OSError, TimeoutError):
         raise NotReady(
             f"no relay answers at {settings.relay.address}", "start it with `rose relay`, or mend [relay] url"

@@ -5,15 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import TracebackType
-from typing import Self
 
+from rose.closing import Closing
 from rose.units import NS_PER_MS, WeightVersion
 from rose.weights.bits import Bits, as_state
 from rose.weights.publisher import Publisher, PublishReport
 
 
-class BackgroundPublisher:
+class BackgroundPublisher(Closing):
     """One call per optimiser step; owns the publisher it is given and closes it.  For one thread.
 
     Costs a second copy of the model in host memory, written anew at each step.  One version is under way at a
@@ -63,14 +62,6 @@ class BackgroundPublisher:
         finally:
             self._executor.shutdown()
             self._publisher.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _keep_copy(self, state: Mapping[str, object]) -> None:
         """Copy into the memory of the copy before, where the forms agree."""

@@ -12,11 +12,11 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from types import TracebackType
 from typing import Self, TypedDict, TypeVar, Unpack
 
 import msgspec
 
+from rose.closing import Closing
 from rose.config import RelayConfig
 from rose.errors import CorruptDelta, RoseError, VersionConflict
 from rose.units import NS_PER_MS, JobId, WeightVersion
@@ -96,7 +96,7 @@ class PublishReport(msgspec.Struct, frozen=True, kw_only=True):
         return self.delta_bytes / max(1, self.changed)
 
 
-class Publisher:
+class Publisher(Closing):
     """Publishes the weight versions of one job.  One thread, one publisher per job.
 
     The state given to `publish` maps checkpoint names to torch tensors (any device), NumPy arrays or Bits,
@@ -235,14 +235,6 @@ class Publisher:
     def close(self) -> None:
         """Close connections."""
         self._relay.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     # ---- inside ----
 

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
 from typing import Self, TypeVar, Unpack
 
 import msgspec
 import numpy as np
 
+from rose.closing import Closing
 from rose.config import RelayConfig
 from rose.errors import CorruptDelta, RoseError, TimedOut, VersionConflict
 from rose.units import NS_PER_MS, JobId, WeightVersion
@@ -77,7 +77,7 @@ class _Fragment(msgspec.Struct, frozen=True):
     failure: str = ""
 
 
-class ShardedPublisher:
+class ShardedPublisher(Closing):
     """One rank's share in publishing the versions of a job.  All ranks make the same calls in the same order.
 
     The tensors given are this rank's: DTensors, or plain tensors of the shape that `sharding` says this
@@ -161,14 +161,6 @@ class ShardedPublisher:
     def close(self) -> None:
         """Close connections."""
         self._relay.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     # ---- agree ------------------------------------------------------------------------------------
 

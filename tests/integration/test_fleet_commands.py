@@ -17,7 +17,8 @@ async def rose(*arguments: str) -> tuple[int, str, str]:
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "rose.cli.main", *arguments, stdout=-1, stderr=-1
     )
-    out, err = await asyncio.wait_for(process.communicate(), 60)
+    async with asyncio.timeout(60):
+        out, err = await process.communicate()
     return process.returncode or 0, out.decode(), err.decode()
 
 

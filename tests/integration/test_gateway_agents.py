@@ -211,7 +211,8 @@ async def test_a_call_of_a_tool_that_is_cut_begins_again(tmp_path: Path) -> None
         task = asyncio.create_task(asked)
         engine = await made.running_turn(tokens=8)
         engine.state.abort("rose:kv_budget_cut")
-        completion = await asyncio.wait_for(task, 30)
+        async with asyncio.timeout(30):
+            completion = await task
         (call,) = completion.choices[0].message.tool_calls or ()
         assert json.loads(call.function.arguments) == long.arguments
         await until(lambda: not any(engine.state.requests for engine in made.engines))

@@ -91,7 +91,8 @@ async def test_a_slow_body_is_cut_off(tmp_path: Path, monkeypatch: pytest.Monkey
     async with world(tmp_path, engines=1) as made:
         reader, writer = await _connect(made)
         writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
-        answer = await asyncio.wait_for(reader.read(), 5)
+        async with asyncio.timeout(5):
+            answer = await reader.read()
         assert answer.startswith(b"HTTP/1.1 408")
         assert b"body_timeout" in answer
         writer.close()
@@ -102,7 +103,8 @@ async def test_a_slow_head_is_cut_off(tmp_path: Path, monkeypatch: pytest.Monkey
     async with world(tmp_path, engines=1) as made:
         reader, writer = await _connect(made)
         writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n")
-        assert await asyncio.wait_for(reader.read(), 5) == b""
+        async with asyncio.timeout(5):
+            assert await reader.read() == b""
         writer.close()
 
 

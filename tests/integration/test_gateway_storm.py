@@ -240,7 +240,8 @@ async def _round(fleet: Fleet, clients: Clients, victim: str) -> None:
         await clients.to_engines("/mock/v1/stall", {"on": False})
         await until(half_way, LIMIT_S)
         await asyncio.to_thread(fleet.kill, victim)
-        await asyncio.wait_for(agents, LIMIT_S)
+        async with asyncio.timeout(LIMIT_S):
+            await agents
     except (AssertionError, TimeoutError) as error:
         raise AssertionError(f"{victim}: {error!r}; {await clients.status()}; {fleet.log()}") from error
     finally:

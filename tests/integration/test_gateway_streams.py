@@ -36,7 +36,8 @@ async def test_edges_speak_the_callers_dialect(tmp_path: Path, monkeypatch: pyte
             reader, writer = await asyncio.open_connection(host, int(port))
             head = f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer s3cret\r\n"
             writer.write(f"{head}Content-Length: 100\r\n\r\n{{".encode())
-            answer = await asyncio.wait_for(reader.read(), 5)
+            async with asyncio.timeout(5):
+                answer = await reader.read()
             assert answer.startswith(b"HTTP/1.1 408")
             document = json.loads(answer.partition(b"\r\n\r\n")[2])
             assert document["error"]["code"] == (408 if kind == "status" else "body_timeout")
@@ -82,7 +83,8 @@ async def test_a_client_that_reads_slowly_misses_nothing_and_holds_up_nobody(tmp
         await until(lambda: not made.engines[0].state.requests, 30)
         data = b""
         while b"data: [DONE]\n\n" not in data[-64:]:
-            data += await asyncio.wait_for(reader.read(1 << 20), 10)
+            async with asyncio.timeout(10):
+                data += await reader.read(1 << 20)
         assert len(data) > 4 << 20
         assert data.count(b"data: {") >= 100
         last = data[data.rindex(b"data: {") :].splitlines()[0].removeprefix(b"data: ")
@@ -94,7 +96,8 @@ async def test_a_client_of_http_1_0_gets_its_stream(tmp_path: Path) -> None:
     async with world(tmp_path, engines=1, token_ms=0.5) as made:
         reader, writer = await _connect(made)
         writer.write(_request(GENERATE, ASK_VLLM | {"stream": True}, "1.0"))
-        head, _, body = (await asyncio.wait_for(reader.read(), 10)).partition(b"\r\n\r\n")
+        async with asyncio.timeout(10):
+            head, _, body = (await reader.read()).partition(b"\r\n\r\n")
         assert b"chunked" not in head
         events = [line.removeprefix(b"data: ") for line in body.splitlines() if line]
         assert events.pop() == b"[DONE]"

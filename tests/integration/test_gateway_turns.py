@@ -209,7 +209,8 @@ async def test_a_stalled_engine_loses_its_turn(tmp_path: Path) -> None:
         task = asyncio.create_task(chat(made))
         engine = await made.running_turn()
         engine.state.stalled = True
-        answer = await asyncio.wait_for(task, 10)
+        async with asyncio.timeout(10):
+            answer = await task
         assert answer.choices[0].token_ids == expected(PROMPT, 60)[0]
         assert answer.rose["attempts"][0]["end"] == "turn_stalled"
         await until(lambda: not engine.state.requests)
@@ -289,7 +290,8 @@ async def test_a_turn_that_always_starts_again_is_given_up(tmp_path: Path) -> No
             engine = await made.running_turn()
             engine.state.abort("rose:kv_budget_cut")
             await until(lambda: not engine.state.requests)  # noqa: B023 - awaited in this very round
-        status, answer = await asyncio.wait_for(task, 10)
+        async with asyncio.timeout(10):
+            status, answer = await task
         assert (status, answer["error"]["code"]) == (503, "attempts_exhausted")
         assert (await made.turns())["interrupted"] == 3
 
@@ -425,7 +427,8 @@ async def test_chaos_loses_and_doubles_nothing(tmp_path: Path, seed: int) -> Non
 
         trouble = asyncio.create_task(mischief())
         try:
-            await asyncio.wait_for(asyncio.gather(*(client(number) for number in range(24))), 60)
+            async with asyncio.timeout(60):
+                await asyncio.gather(*(client(number) for number in range(24)))
         finally:
             trouble.cancel()
         assert done == 24

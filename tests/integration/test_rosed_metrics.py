@@ -60,10 +60,9 @@ def test_an_idle_engine_lends_and_a_dead_one_does_not(
     host.start("mock")
     until(ready(host, OPPORTUNISTIC), host.explain)
     until(lambda: (seen := board(host)) is not None and not seen.in_step, host.explain)
-    status = host.status()
-    assert status is not None
-    assert (status["serving"]["mode"], status["serving"]["state"]) == ("metrics", "idle")
-    assert status["serving"]["metrics"]["running"] == 0
+    until(lambda: (host.status() or {})["serving"]["state"] == "idle", host.explain)
+    serving = (host.status() or {})["serving"]
+    assert (serving["mode"], serving["metrics"]["running"]) == ("metrics", 0)
     until(lambda: (host.status() or {})["memory"]["serving_bytes"], host.explain)
     policy = BoardReader(host.paths.gate(OPPORTUNISTIC), GatePolicy).read()
     assert isinstance(policy, GatePolicy)

@@ -219,7 +219,8 @@ async def test_an_update_that_nobody_waits_for_is_still_made_whole(
     await core.reached.wait()
     asking.cancel()
     await asyncio.gather(asking, return_exceptions=True)
-    second = await asyncio.wait_for(client.post("/rose/v1/weights/update", json=BODY), 5)
+    async with asyncio.timeout(5):
+        second = await client.post("/rose/v1/weights/update", json=BODY)
     assert second.json()["error"] == "busy"
     core.go_on.set()
     await until(lambda: core.calls == CYCLE)

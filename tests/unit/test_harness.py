@@ -286,7 +286,8 @@ async def test_trace_load_stops_when_told(engine: load.Target) -> None:
         )
         await asyncio.sleep(0.3)
         stop.set()
-        await asyncio.wait_for(running, 5)
+        async with asyncio.timeout(5):
+            await running
     assert 3 <= len(replayed.records) <= 16
 
 
@@ -295,7 +296,8 @@ async def test_closed_load_counts_tokens_and_errors(engine: load.Target) -> None
         for prompt_tokens in (8, 1):
             closed = load.ClosedLoad(client, engine, seed=1)
             with pytest.raises(TimeoutError):
-                await asyncio.wait_for(closed.run(4, prompt_tokens, 16), 0.4)
+                async with asyncio.timeout(0.4):
+                    await closed.run(4, prompt_tokens, 16)
             assert (closed.completions > 0) == (prompt_tokens == 8)
             assert closed.tokens == 16 * closed.completions
             assert bool(closed.errors) == (prompt_tokens == 1)
@@ -343,7 +345,8 @@ async def test_generator_stops_an_endless_replay(tmp_path: Path, engine: load.Ta
 
     await until("records", some, 10, 0.02)
     stop.set()
-    await asyncio.wait_for(running, 10)
+    async with asyncio.timeout(10):
+        await running
     assert [one.index for one in records] == list(range(len(records)))
     await generator.close(5)
 

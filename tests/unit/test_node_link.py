@@ -35,7 +35,8 @@ class Scheduler:
         self._peer = b""
 
     async def receive(self) -> wire.ToScheduler:
-        self._peer, data = await asyncio.wait_for(self._socket.recv_multipart(), 10)
+        async with asyncio.timeout(10):
+            self._peer, data = await self._socket.recv_multipart()
         return wire.unpack_to_scheduler(data)
 
     async def send(self, message: wire.ToNode | bytes) -> None:
@@ -244,9 +245,22 @@ async def test_a_fault_in_what_the_scheduler_said_is_not_swallowed(port: int) ->
     task = asyncio.create_task(made.link.run())
     await scheduler.welcome()
     with pytest.raises(AssertionError, match="a fault of ours"):
-        await asyncio.wait_for(task, 5)
+        async with asyncio.timeout(5):
+            await task
     await made.link.close()
     scheduler.close()
+
+
+async def test_a_cancellation_is_not_lost_to_a_wake_up(port: int) -> None:
+    """Both in one turn of the event loop: `asyncio.wait_for` of Python 3.11 forgets the cancellation."""
+    made = Node(port)
+    pausing = asyncio.create_task(made.link._pause(60))
+    await asyncio.sleep(0.01)
+    made.link.report_now()
+    pausing.cancel()
+    await asyncio.wait([pausing], timeout=5)
+    assert pausing.cancelled()
+    await made.link.close()
 
 
 async def test_a_restarted_scheduler_finds_the_node_again(port: int) -> None:

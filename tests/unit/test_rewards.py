@@ -147,7 +147,8 @@ async def test_callers_that_give_up_leave_their_places_to_others() -> None:
         await asyncio.sleep(0.015)
         for call in calls[::2]:
             call.cancel()
-        answers = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 5)
+        async with asyncio.timeout(5):
+            answers = await asyncio.gather(*calls, return_exceptions=True)
         assert [answer["reward"] for answer in answers[1::2] if isinstance(answer, dict)] == [
             2 * x for x in range(1, 12, 2)
         ]

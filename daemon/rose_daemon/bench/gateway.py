@@ -229,7 +229,8 @@ class GatewayBench:
             stdout=asyncio.subprocess.PIPE,
         )
         assert engines.process.stdout is not None
-        line = await asyncio.wait_for(engines.process.stdout.readline(), _START_S)
+        async with asyncio.timeout(_START_S):
+            line = await engines.process.stdout.readline()
         if not line.startswith(b"ready "):
             raise engines.failure()
         urls = [f"http://127.0.0.1:{int(port)}" for port in line.split()[1:]]

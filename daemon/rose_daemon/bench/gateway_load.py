@@ -231,7 +231,8 @@ async def hang_up(url: str, count: int, ask: Ask, *, at_once: int, within_s: flo
             connection = await connect(url, Figures())
             try:
                 asking = connection.ask(request_of(url, ask, rng, f"gone-{seed}-{number}"))
-                await asyncio.wait_for(asking, rng.uniform(0, within_s))
+                async with asyncio.timeout(rng.uniform(0, within_s)):
+                    await asking
             except (TimeoutError, EngineFailed):
                 return  # as meant; or the turn was refused, which its count tells
             finally:

@@ -47,7 +47,8 @@ class Pair:
         async with open_client() as client:
             rollout = ClosedLoad(client, self._stack.replica(REPLICA), seed=0)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._roll_out(rollout), WARM_UP_S)
+                async with asyncio.timeout(WARM_UP_S):
+                    await self._roll_out(rollout)
             await self.probe.drain(client)
 
     async def trial(self, requests: Sequence[TraceRequest], duration_s: float, seed: int) -> Trial:

@@ -152,7 +152,8 @@ async def _stopped_before(stop: asyncio.Event, at_ns: int) -> bool:
     wait_s = (at_ns - time.monotonic_ns()) / NS_PER_S
     if wait_s > 0:
         try:
-            await asyncio.wait_for(stop.wait(), wait_s)
+            async with asyncio.timeout(wait_s):
+                await stop.wait()
         except TimeoutError:
             return False
     return stop.is_set()

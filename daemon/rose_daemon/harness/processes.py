@@ -66,7 +66,8 @@ class Child:
             with contextlib.suppress(ProcessLookupError):
                 self.process.terminate()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.process.wait(), grace_s)
+                async with asyncio.timeout(grace_s):
+                    await self.process.wait()
                 await self._group_ends(LEFTOVERS_GRACE_S)
         shared = shared_memory(group_members(self.process.pid))
         with contextlib.suppress(ProcessLookupError, PermissionError):

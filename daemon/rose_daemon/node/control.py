@@ -84,7 +84,8 @@ class ControlServer:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while True:
-            line = await asyncio.wait_for(reader.readline(), _IDLE_TIMEOUT_S)
+            async with asyncio.timeout(_IDLE_TIMEOUT_S):
+                line = await reader.readline()
             if not line:
                 return
             writer.write(wire.pack_line(await self._reply(line)))

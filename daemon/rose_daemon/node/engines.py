@@ -257,7 +257,8 @@ class Engines:
         with contextlib.suppress(ProcessLookupError):
             engine.process.send_signal(signal.SIGTERM)
             try:
-                await asyncio.wait_for(engine.process.wait(), grace_s)
+                async with asyncio.timeout(grace_s):
+                    await engine.process.wait()
             except TimeoutError:
                 engine.process.send_signal(KILL)
         await self._await_end(engine)
@@ -267,7 +268,8 @@ class Engines:
         """A warden that may not kill what shares a GPU with others (see mps/release.py) goes on trying."""
         while True:
             try:
-                await asyncio.wait_for(engine.process.wait(), _KILL_S)
+                async with asyncio.timeout(_KILL_S):
+                    await engine.process.wait()
             except TimeoutError:
                 text = f"the engine behind {engine.url} was not killed; its log says why"
                 log.critical(text, code="engine_not_killed", pid=engine.pid)

@@ -155,7 +155,8 @@ class SchedulerLink:
     async def _pause(self, seconds: float) -> None:
         """Wait, or be woken by `report_now` or an answer."""
         try:
-            await asyncio.wait_for(self._now_wanted.wait(), seconds)
+            async with asyncio.timeout(seconds):
+                await self._now_wanted.wait()
         except TimeoutError:
             return
         self._now_wanted.clear()

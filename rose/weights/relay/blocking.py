@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Coroutine
-from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
+from rose.closing import Closing
 from rose.units import JobId, WeightVersion
 from rose.weights.manifest import Manifest
 from rose.weights.relay import Committed, JobStat, Relay
@@ -15,7 +15,7 @@ from rose.weights.relay import Committed, JobStat, Relay
 _T = TypeVar("_T")
 
 
-class BlockingRelay:
+class BlockingRelay(Closing):
     """The calls of a `Relay`, each blocking until done; an event loop of its own runs in a thread.
 
     Owns the relay it is given and closes it.  Calls may come from any thread.
@@ -80,14 +80,6 @@ class BlockingRelay:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _run(self, call: Coroutine[Any, Any, _T]) -> _T:
         future = asyncio.run_coroutine_threadsafe(call, self._loop)
