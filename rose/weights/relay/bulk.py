@@ -33,7 +33,6 @@ from rose.weights.relay.http import (
 )
 from rose.weights.relay.sockets import Sending
 
-_SEND_BYTES = 64 << 10
 _LENGTH_BYTES = 4
 _THREADS_MAX = 32
 _T = TypeVar("_T")
@@ -121,9 +120,10 @@ class Uplink(Connection):
         """Send bytes of a bucket; `receive` what is said to that."""
         self._make_ready()
         self._send(part)
-        # The time-out of `sendall` is for all it is given: a link that is slow is not one that is silent.
-        for first in range(0, len(view), _SEND_BYTES):
-            self.socket.sendall(view[first : first + _SEND_BYTES])
+        # The time-out of `sendall` is for all it is given, that of `send` for the wait until some of it goes:
+        # a link that is slow is not one that is silent.
+        while view:
+            view = view[self.socket.send(view) :]
 
     def send_all(self, ticket: str, view: memoryview) -> None:
         """Send a bucket in one part."""
