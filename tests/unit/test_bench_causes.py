@@ -82,6 +82,13 @@ def test_each_late_request_has_a_cause() -> None:
     assert causes.summary([], BUDGETS)["late_by_rollout_share"] is None
 
 
+def test_blamed_requests_are_looked_up_among_those_late_without_rollout() -> None:
+    alone = run([record(1, 0, 300), record(2, 1000, 1400), record(3, 2000, 2100, 2150)], [])
+    summary = causes.summary([SHARED], BUDGETS, [alone])
+    assert (summary["late_by_cause"]["rollout"], summary["late_by_rollout_and_alone"]) == (2, 1)
+    assert causes.summary([SHARED], BUDGETS)["late_by_rollout_and_alone"] is None
+
+
 def test_a_budget_broken_by_a_nanosecond_has_a_cause_too() -> None:
     late = record(0, 0, 250)
     late.token_ns[0] += 1

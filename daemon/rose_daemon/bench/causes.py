@@ -44,15 +44,23 @@ def _judged(record: RequestRecord, budgets: Budgets, history: StepHistory) -> Vi
     return Violation(record, budget, str(blames[budget].cause), blames[budget].rollout_ns / NS_PER_MS)
 
 
-def summary(runs: Sequence[Run], budgets: Budgets) -> dict[str, Any]:
-    """How many requests of a mode were late for which reason."""
-    counts = Counter(each.cause for run in runs for each in violations(run, budgets))
+def summary(runs: Sequence[Run], budgets: Budgets, alone: Sequence[Run] = ()) -> dict[str, Any]:
+    """How many requests of a mode were late for which reason.
+
+    Requests blamed on rollout are looked up in `alone` too, which had the same arrivals: the rule for blame knows
+    only how long rollout was at work, not that serving would have needed the time itself.
+    """
+    late = [(run.round, each) for run in runs for each in violations(run, budgets)]
+    counts = Counter(each.cause for _, each in late)
+    blamed = {(number, each.record.index) for number, each in late if each.cause == Cause.ROLLOUT}
+    late_alone = {(run.round, one.index) for run in alone for one in run.records if one.breach(budgets)}
     requests = sum(len(run.records) for run in runs)
     low, high = wilson(counts[Cause.ROLLOUT], requests)
     return {
         "late_by_cause": {cause: counts[cause] for cause in CAUSES},
         "late_by_rollout_share": round(counts[Cause.ROLLOUT] / requests, 6) if requests else None,
         "late_by_rollout_ci": [round(low, 6), round(high, 6)],
+        "late_by_rollout_and_alone": len(blamed & late_alone) if alone else None,
     }
 
 

@@ -116,7 +116,7 @@ def _mode(mode: Mode, runs: Sequence[Run], budgets: Budgets, comparison: Compari
     return (
         figures
         | comparison.latencies(mode)
-        | causes.summary(ours, budgets)
+        | causes.summary(ours, budgets, of_mode(runs, Mode.ALONE))
         | {
             "rollout_tokens_per_s": round(tokens / elapsed_s, 2) if rolls_out else None,
             "serving_busy_share": _mean([run.serving_busy_share for run in ours]),
