@@ -47,8 +47,8 @@ def _judged(record: RequestRecord, budgets: Budgets, history: StepHistory) -> Vi
 def summary(runs: Sequence[Run], budgets: Budgets, alone: Sequence[Run] = ()) -> dict[str, Any]:
     """How many requests of a mode were late for which reason.
 
-    Requests blamed on rollout are looked up in `alone` too, which had the same arrivals: the rule for blame knows
-    only how long rollout was at work, not that serving would have needed the time itself.
+    Requests blamed on rollout are looked up in `alone` too, which had the same arrivals: the rule for blame
+    knows only how long rollout was at work, not that serving would have needed the time itself.
     """
     late = [(run.round, each) for run in runs for each in violations(run, budgets)]
     counts = Counter(each.cause for _, each in late)
