@@ -19,6 +19,9 @@ from rose.units import NS_PER_S
 NAME = "audit.jsonl"
 """In the state directory; the file before it ends in `.1`."""
 
+NO_REPLICA = "no_replica_runs"
+"""Something would have been lent, and no engine was there to use it."""
+
 
 class Line(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Base of all lines."""
@@ -35,7 +38,7 @@ class Minute(Line, frozen=True, kw_only=True):
     late_by_unknown: int
     late_by_serving: int
     closed: str
-    """Why nothing was lent at its end; empty: something was."""
+    """Why nothing was lent at its end (NO_REPLICA or a GateReason in lower case); empty: something was."""
     idle_share: float | None = None
     """Of the serving engine's time without a step; None if not known."""
     spare_bytes: int | None = None

@@ -249,6 +249,9 @@ class SchedulerConfig(_Section, frozen=True):
     """Certificates (PEM) by which `rose jobs` and the like know the gateway; empty means the system's."""
     tls_elsewhere: bool = False
     """A proxy before the gateway speaks TLS: plain HTTP is then served on any address."""
+    otlp_traces_endpoint: str = ""
+    """Where spans of turns are sent to (OTLP over HTTP, the extra `otel`), such as
+    http://127.0.0.1:4318/v1/traces; empty: none are recorded.  Off loopback it must be https."""
     workers: tuple[str, ...] = ()
     """URLs of vLLM or SGLang servers that ROSE does not manage, used as dedicated replicas."""
 

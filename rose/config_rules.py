@@ -268,10 +268,19 @@ def _check_urls(config: Config, refuse: _Refuse) -> None:
     for url in config.scheduler.workers:
         if fault := engine_address_fault(url):
             refuse("scheduler.workers", fault)
-    for key, url in (("serving.url", config.serving.url), ("relay.url", config.relay.url)):
+    traces = config.scheduler.otlp_traces_endpoint
+    urls = {
+        "serving.url": config.serving.url,
+        "relay.url": config.relay.url,
+        "scheduler.otlp_traces_endpoint": traces,
+    }
+    for key, url in urls.items():
         parts = _parts(url)
         if url and not (parts and parts.scheme in ("http", "https") and parts.hostname):
             refuse(key, f"{url!r} is not an HTTP address", "such as http://127.0.0.1:8000")
+    if traces and urlsplit(traces).scheme == "http" and not is_loopback(urlsplit(traces).hostname or ""):
+        why = f"{urlsplit(traces).hostname} is not loopback, and {traces} is not encrypted"
+        refuse("scheduler.otlp_traces_endpoint", why, "https, or a collector on this host that sends on")
 
 
 def _check_mooncake(relay: RelayConfig, refuse: _Refuse) -> None:

@@ -53,6 +53,8 @@ class MockState:
     requests: dict[str, Running] = field(default_factory=dict)
     served: list[dict[str, Any]] = field(default_factory=list)
     """Bodies of all generation requests, oldest first."""
+    traceparents: list[str | None] = field(default_factory=list)
+    """Their headers of that name."""
     tokens: int = 0
     prompt_tokens: int = 0
     prefills: int = 0
@@ -191,6 +193,7 @@ class _Handlers:
         if isinstance(understood, str):
             return _error(400, understood)
         state.served.append(body)
+        state.traceparents.append(http.headers.get("traceparent"))
         if state.silent_s:
             await asyncio.sleep(state.silent_s)
         base = http.headers.get("X-Request-Id") or uuid.uuid4().hex

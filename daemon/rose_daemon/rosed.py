@@ -3,7 +3,7 @@
     rosed --config FILE           run until SIGTERM or SIGINT; a second signal kills the engines at once
     rosed --config FILE --check   say whether FILE and this host would do, and exit
 
-SIGHUP reads FILE again: what is in [admission] counts from then on, other keys need a restart.
+SIGHUP reads FILE again: what docs/operate.md lists counts from then on, other keys need a restart.
 
 Exit codes are those of `rose.errors.Exit`.  Whatever is wrong with the configuration or the host is one line
 and a hint, before anything was started.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,18 @@ from rose import wire
 from rose.errors import Exit, NotReady, RoseError, TimedOut
 
 TIMEOUT_S = 10.0
+_NOBODY = {errno.ENOENT, errno.ECONNREFUSED}
+
+
+class NobodyListens(NotReady):
+    """No rosed has that control socket: none is running."""
 
 
 def ask(path: Path, request: wire.ControlRequest, timeout_s: float = TIMEOUT_S) -> dict[str, Any]:
     """Send one request to the rosed that listens on `path`; the body of its reply.
 
-    Raises NotReady when nothing answers there, TimedOut, or a RoseError with rosed's own words and code.
+    Raises NotReady when nothing answers there (NobodyListens if no rosed runs), TimedOut, or a RoseError with
+    rosed's own words and code.
     """
     try:
         line = _exchange(path, wire.pack_line(request), timeout_s)
@@ -27,7 +34,8 @@ def ask(path: Path, request: wire.ControlRequest, timeout_s: float = TIMEOUT_S) 
         raise NotReady(f"{path}: permission denied", "run as the user that rosed runs as") from None
     except OSError as error:
         why = error.strerror or str(error)
-        raise NotReady(
+        kind = NobodyListens if error.errno in _NOBODY else NotReady
+        raise kind(
             f"rosed does not answer on {path}: {why}", "is it running?  `rosed --config FILE`"
         ) from None
     try:

@@ -36,7 +36,7 @@ class Mode(StrEnum):
 
 
 class LenderSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Fixed for the life of the machine."""
+    """What an operator sets."""
 
     mode: Mode = Mode.LEND
     hours: tuple[Hours, ...] = ()
@@ -101,6 +101,13 @@ class Lender:
         self._jury = Jury(now_ns)
         self._decision = Decision(GateReason.LENDING_OFF, "nothing is decided yet", 0)
 
+    def reconfigure(self, settings: LenderSettings) -> None:
+        """Follow other settings from now on; what was measured and counted stays."""
+        self.settings = settings
+        self.budget.settings = settings.budget
+        self.take_back.reconfigure(settings.drill)
+        self.switchback.reconfigure(settings.switchback)
+
     # ---- what was observed ----------------------------------------------------------------------
 
     def steps(self, steps: Iterable[StepRecord]) -> None:
@@ -131,11 +138,16 @@ class Lender:
 
     # ---- what follows ---------------------------------------------------------------------------
 
-    def decide(self, now_ns: int, minute_of_week: int) -> tuple[Decision, list[Window]]:
-        """Whether to lend now, and the switchback windows that were counted out."""
+    def decide(
+        self, now_ns: int, minute_of_week: int, *, occupied: bool = True
+    ) -> tuple[Decision, list[Window]]:
+        """Whether to lend now, and the switchback windows that were counted out.
+
+        `occupied`: an engine is there that could use what is lent; without one there is nothing to compare.
+        """
         self.budget.advance(now_ns)
         closed, text = self._stopped(minute_of_week)
-        windows = self.switchback.advance(now_ns, lending=closed is None)
+        windows = self.switchback.advance(now_ns, lending=closed is None and occupied)
         if closed is None and self.switchback.off:
             closed = GateReason.ROLLOUT_OFF_WINDOW
             text = "a window without rollout, to compare with"

@@ -66,7 +66,8 @@ class Window(NamedTuple):
 class Switchback:
     """Draws the windows and counts what happened in them.
 
-    While lending is stopped for another reason there is no window: neither with rollout nor without.
+    While lending is stopped for another reason, or nobody is there to lend to, there is no window: neither
+    with rollout nor without.
     """
 
     def __init__(self, settings: SwitchbackSettings, rng: Rng, settle_ns: int) -> None:
@@ -90,6 +91,13 @@ class Switchback:
     def off(self) -> bool:
         """Whether the window under way is without rollout."""
         return self._number >= 0 and self._open[-1][1]
+
+    def reconfigure(self, settings: SwitchbackSettings) -> None:
+        """Follow other settings; if they differ, what is under way counts for nothing, and a block begins."""
+        if settings != self._settings:
+            self._settings, self._number = settings, -1
+            self._open.clear()
+            self._counts.clear()
 
     def advance(self, now_ns: int, *, lending: bool) -> list[Window]:
         """Time passed; answers the windows that are counted out now."""

@@ -55,6 +55,11 @@ class TakeBack:
         self._growth: deque[tuple[int, float]] = deque()
         """(bin, most bytes a second), one entry a bin."""
 
+    def reconfigure(self, settings: DrillSettings) -> None:
+        """Follow other settings; the time of the next drill is drawn anew if they differ."""
+        if settings != self._settings:
+            self._settings, self._due_ns = settings, None
+
     def due(self, now_ns: int) -> bool:
         """Whether a drill is due; each answer of True draws the time of the next."""
         period_ns = self._settings.period_ns

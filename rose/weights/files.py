@@ -52,6 +52,13 @@ def replace_durably(path: Path, data: bytes | bytearray | memoryview) -> None:
     sync_directory(path.parent)
 
 
+def give_to_owner(path: Path) -> None:
+    """Have a file that root made belong to its directory's owner, for a daemon with a user of its own."""
+    owner = path.parent.stat()
+    if os.geteuid() == 0 != owner.st_uid:
+        os.chown(path, owner.st_uid, owner.st_gid)
+
+
 def sync_directory(directory: Path) -> None:
     """Make renames and new names in a directory durable."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

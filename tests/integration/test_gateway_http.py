@@ -385,7 +385,7 @@ async def test_taken_ports_and_directories_are_named(tmp_path: Path) -> None:
             (second, "scheduler.control: cannot listen"),
             (third, "another scheduler uses this directory"),
         ):
-            with pytest.raises(RoseError, match=text):
+            with pytest.raises(NotReady, match=text):
                 async with running(config):
                     pass
 

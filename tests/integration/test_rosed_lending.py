@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -172,6 +173,46 @@ def test_the_switch_takes_effect_at_once_and_outlives_rosed(host: Host) -> None:
     ask(host.socket, wire.LendRequest(on=True))
     restart(host)
     assert not lending(host)["switched_off"]
+
+
+def test_off_while_rosed_is_down_holds_for_the_next_that_starts(host: Host) -> None:
+    configure(host, STILL)
+    host.start("mock")
+    until(ready(host, OPPORTUNISTIC), host.explain)
+    assert host.process is not None
+    host.process.kill()
+    host.process.wait(30)
+    off = rose(host, "lend", "off")
+    assert off.returncode == 0, off.stderr
+    assert "lends nothing" in off.stdout
+    Serving(host)
+    host.start("mock")
+    until(lambda: host.status() is not None, host.explain)
+    assert lending(host)["switched_off"]
+    assert policy(host).mode == GateMode.CLOSED
+    on = rose(host, "lend", "on")
+    assert on.returncode == 0, on.stderr
+    assert not lending(host)["switched_off"]
+
+
+def test_sighup_takes_lending_over(host: Host) -> None:
+    configure(host, STILL)
+    Serving(host)
+    host.start("mock")
+    until(ready(host, OPPORTUNISTIC), host.explain)
+    configure(host, f'{STILL}harm_share_max = 0.5\nmode = "observe"\n')
+    assert host.process is not None
+    host.process.send_signal(signal.SIGHUP)
+    until(lambda: lending(host)["closed"] == "lending_off", host.explain)
+    assert lending(host)["harm_share_max"] == 0.5
+    until(lambda: policy(host).mode == GateMode.CLOSED, host.explain)
+    until(lambda: "code=reloaded" in host.explain(), host.explain)
+    (line,) = [line for line in host.explain().splitlines() if "code=reloaded" in line]
+    assert "lending.mode" in line, "what is started differs"
+    assert "lending.harm_share_max" not in line
+    configure(host, STILL)
+    host.process.send_signal(signal.SIGHUP)
+    until(lambda: lending(host)["closed"] == "", host.explain)
 
 
 def test_a_host_that_observes_lends_nothing_and_says_what_it_could(host: Host) -> None:

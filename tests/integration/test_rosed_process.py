@@ -381,7 +381,7 @@ class TestRefusals:
     def test_state_that_cannot_be_kept(self, host: Host) -> None:
         host.write()
         (host.base / "state").write_text("")
-        self.check(host, Exit.USAGE, "node.state_dir", "not a directory")
+        self.check(host, Exit.ERROR, "node.state_dir", "not a directory")
 
     def test_port_in_use(self, host: Host) -> None:
         with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -413,7 +413,7 @@ class TestRefusals:
         host.start("mock")
         self.check(host, Exit.NOT_READY, DEDICATED, "another rosed")
         host.write(replicas="")
-        self.check(host, Exit.USAGE, "another rosed")
+        self.check(host, Exit.NOT_READY, "another rosed")
         assert host.status() is not None
 
     def test_check_starts_nothing(self, host: Host) -> None:

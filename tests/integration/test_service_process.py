@@ -24,7 +24,7 @@ from test_rosed_process import DEDICATED, OPPORTUNISTIC, Host, ready, until
 from rose.boards import BoardReader
 from rose.client import Scheduler
 from rose.core.readings import GateMode, GatePolicy
-from rose.errors import ConfigError, NotReady
+from rose.errors import ConfigError, Exit, NotReady
 from rose.weights.relay.http import ROOT
 
 LIMIT_S = 60
@@ -179,7 +179,7 @@ def test_rosed_does_not_start_on_a_disk_that_takes_nothing(host: Host, disk: Pat
     host.config.write_text(host.config.read_text().replace(f'"{host.base / "state"}"', f'"{disk / "state"}"'))
     subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
     refused = host.refuse()
-    assert refused.returncode == 2
+    assert refused.returncode == Exit.ERROR, "the service manager tries again: the disk may be mended"
     assert "is not writable" in refused.stderr
     assert "Traceback" not in refused.stderr
 
@@ -219,6 +219,7 @@ def test_the_scheduler_is_ready_when_it_answers_and_takes_new_tokens_on_sighup(
     tmp_path: Path, manager: Manager
 ) -> None:
     tokens, port = tmp_path / "tokens", free_port("127.0.0.1")
+    tokens.mkdir()
     held = {scope: make_token(tokens, "first", scope).read_text().strip() for scope in Scope}
     config = (
         f'[scheduler]\ngateway_port = {port}\ncontrol = "tcp://127.0.0.1:{free_port("127.0.0.1")}"\n'
@@ -263,6 +264,7 @@ def test_the_relay_is_ready_when_it_answers_and_takes_new_tokens_on_sighup(
     tmp_path: Path, manager: Manager
 ) -> None:
     tokens, port = tmp_path / "tokens", free_port("127.0.0.1")
+    tokens.mkdir()
     reader = make_token(tokens, "host", Scope.READ).read_text().strip()
     trainer = make_token(tokens, "trainer", Scope.SUBMIT).read_text().strip()
     with daemon("relay", tmp_path, f'[relay]\nport = {port}\ntokens_dir = "{tokens}"\n') as (process, _):

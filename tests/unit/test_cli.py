@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from rose import config, wire
+from rose import config, switch, wire
 from rose.cli import main as cli
 from rose.cli.control import ask
 from rose.errors import Exit, NotReady, RoseError, TimedOut
@@ -311,6 +311,72 @@ def test_lending_for_people(monkeypatch: pytest.MonkeyPatch, rosed: FakeRosed, c
         capsys.readouterr().out
     )
     assert run(monkeypatch, "lend", "off", "--reset", "--socket", rosed.path) == Exit.USAGE
+
+
+@pytest.fixture
+def down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The state directory of a rosed that does not run."""
+    state = tmp_path / "state"
+    state.mkdir()
+    file = tmp_path / "rose.toml"
+    file.write_text(f'[node]\nstate_dir = "{state}"\n')
+    monkeypatch.setenv("ROSE_CONFIG", str(file))
+    return state
+
+
+def test_lending_is_switched_off_without_rosed(
+    monkeypatch: pytest.MonkeyPatch, down: Path, capsys: Any
+) -> None:
+    assert run(monkeypatch, "lend", "off") == 0
+    assert "rosed does not run: the next that starts lends nothing" in capsys.readouterr().out
+    assert switch.is_off(down)
+    dead = socket.socket(socket.AF_UNIX)
+    dead.bind(str(down / "rosed.sock"))
+    dead.close()  # the file of a killed rosed
+    assert run(monkeypatch, "lend", "on") == 0
+    assert "may lend" in capsys.readouterr().out
+    assert not switch.is_off(down)
+
+
+def test_what_only_rosed_can_do_waits_for_it(monkeypatch: pytest.MonkeyPatch, down: Path) -> None:
+    assert run(monkeypatch, "lend", "on", "--reset") == Exit.NOT_READY
+    assert run(monkeypatch, "lend", "off", "--socket", down / "other.sock") == Exit.NOT_READY
+    assert list(down.iterdir()) == []
+
+
+def test_a_switch_that_cannot_be_set_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, down: Path, capsys: Any
+) -> None:
+    down.rmdir()
+    assert run(monkeypatch, "lend", "off") == Exit.ERROR
+    assert "lending.json cannot be written: No such file or directory" in capsys.readouterr().err
+
+
+def test_a_rosed_that_starts_meanwhile_is_told(monkeypatch: pytest.MonkeyPatch, down: Path) -> None:
+    begun: list[FakeRosed] = []
+    put = switch.put
+
+    def late(state_dir: Path, *, off: bool) -> Path:
+        begun.append(FakeRosed(down / "rosed.sock"))
+        begun[0].reply = wire.pack_line(wire.Reply(body={"lending": LENDING}))
+        return put(state_dir, off=off)
+
+    monkeypatch.setattr(switch, "put", late)
+    assert run(monkeypatch, "lend", "off") == 0
+    assert begun[0].requests == [wire.LendRequest(on=False)]
+    begun[0].close()
+
+
+def test_a_rosed_that_hangs_finds_the_switch_when_it_restarts(
+    monkeypatch: pytest.MonkeyPatch, down: Path, capsys: Any
+) -> None:
+    monkeypatch.setattr("rose.cli.control.ask.__defaults__", (0.2,))
+    with socket.socket(socket.AF_UNIX) as mute:
+        mute.bind(str(down / "rosed.sock"))
+        mute.listen()
+        assert run(monkeypatch, "lend", "off") == Exit.TIMEOUT
+    assert switch.is_off(down)
+    assert "once rosed was restarted" in capsys.readouterr().err
 
 
 def test_rosed_refuses(monkeypatch: pytest.MonkeyPatch, rosed: FakeRosed, capsys: Any) -> None:

@@ -79,6 +79,8 @@ def test_the_templates_replica_loads_once_uncommented() -> None:
         ({"scheduler": {"stall_timeout_ms": 500}}, "scheduler.stall_timeout_ms"),
         ({"relay": {"host": "0.0.0.0"}}, "relay.host"),
         ({"scheduler": {"workers": ["10.0.0.1:8000"]}}, "scheduler.workers"),
+        ({"scheduler": {"otlp_traces_endpoint": "collector:4318"}}, "scheduler.otlp_traces_endpoint"),
+        ({"scheduler": {"otlp_traces_endpoint": "http://10.0.0.1:4318/v1/traces"}}, "not loopback"),
         ({"relay": {"url": "127.0.0.1:7702"}}, "relay.url"),
         ({"serving": {"url": "http://127.0.0.1:port"}}, "serving.url"),
         ({"serving": {"url": "http://[::1"}}, "serving.url"),

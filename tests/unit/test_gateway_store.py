@@ -27,7 +27,7 @@ from rose.core.events import (
     TurnInterrupted,
     TurnProgressed,
 )
-from rose.errors import RoseError
+from rose.errors import NotReady, RoseError
 from rose.units import JobId, NodeId, ReplicaId, TrajectoryId, TurnId, WeightVersion
 
 JOB = JobId("walk")
@@ -132,7 +132,7 @@ def test_a_full_disk_costs_records_and_nothing_else(tmp_path: Path) -> None:
 
 def test_a_directory_has_one_scheduler(tmp_path: Path) -> None:
     store = Store(tmp_path)
-    with pytest.raises(RoseError, match="another scheduler"):
+    with pytest.raises(NotReady, match="another scheduler"):
         Store(tmp_path)
     store.close()
     Store(tmp_path).close()

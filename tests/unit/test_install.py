@@ -83,7 +83,7 @@ def test_a_dry_run_says_each_action_and_does_none(
 
 def test_installing_twice_still_restores_what_was_found_first(root: Path) -> None:
     before = snapshot(root)
-    run("install", "--root", str(root))
+    run("install", "rosed", "--root", str(root))
     run("install", *ALL, "--root", str(root))
     once = snapshot(root)
     run("install", *ALL, "--root", str(root))
@@ -93,7 +93,7 @@ def test_installing_twice_still_restores_what_was_found_first(root: Path) -> Non
 
 
 def test_what_the_operator_edited_since_is_kept(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run("install", "--root", str(root))
+    run("install", "rosed", "--root", str(root))
     config, unit = root / "etc/rose/rose.toml", root / "etc/systemd/system/rosed.service"
     config.write_text("schema = 1\n")
     unit.write_text("[Service]\nExecStart=/mine\n")
@@ -108,7 +108,7 @@ def test_a_configuration_that_is_there_stays_and_is_not_removed(root: Path) -> N
     config.parent.mkdir()
     config.write_text("schema = 1\n")
     before = snapshot(root)
-    run("install", "--root", str(root))
+    run("install", "rosed", "--root", str(root))
     assert config.read_text() == "schema = 1\n"
     run("uninstall", "--root", str(root), "--force")
     assert snapshot(root) == before
@@ -136,17 +136,19 @@ def test_refusals_change_nothing(root: Path) -> None:
         run("uninstall", "--root", str(root))
     with pytest.raises(ConfigError, match="no daemon"):
         run("install", "vllm", "--root", str(root))
+    with pytest.raises(ConfigError, match="name what to install: rosed, scheduler, relay"):
+        run("install", "--root", str(root))
     unit = root / "etc/systemd/system/rosed.service"
     unit.unlink()
     unit.symlink_to("/dev/null")  # masked by the operator
     before = snapshot(root)
     with pytest.raises(RoseError, match="not a plain file"):
-        run("install", "--root", str(root))
+        run("install", "rosed", "--root", str(root))
     assert snapshot(root) == before
 
 
 def test_the_record_is_where_only_root_writes(root: Path) -> None:
-    run("install", "--root", str(root))
+    run("install", "rosed", "--root", str(root))
     record = root / str(RECORD).lstrip("/")
     assert stat.S_IMODE(record.stat().st_mode) == 0o600
     assert stat.S_IMODE(record.parent.stat().st_mode) == 0o700
@@ -238,14 +240,14 @@ def test_nothing_is_reloaded_where_containers_would_lose_the_gpu(
         os.mknod(root / "dev/nvidia0", 0o600 | stat.S_IFCHR, os.makedev(195, 0))
     except PermissionError:
         pytest.skip("only root may make device nodes")
-    run("install", "--root", str(root))
+    run("install", "rosed", "--root", str(root))
     assert "systemctl daemon-reload" not in live()
     assert "nvidia-ctk system create-dev-char-symlinks" in capsys.readouterr().out
     run("uninstall", "--root", str(root))
     (root / "dev/char").mkdir()
     (root / "dev/char/195:0").symlink_to("../nvidia0")
     live()
-    run("install", "--root", str(root))
+    run("install", "rosed", "--root", str(root))
     assert ("systemctl daemon-reload" in live()) == (root / "dev/char/195:0").exists()
 
 
@@ -271,7 +273,7 @@ def gpu(root: Path, tmp_path: Path) -> Path:
 
 
 def test_mps_that_did_not_run_before_is_stopped(root: Path, gpu: Path) -> None:
-    run("install", "--root", str(root))
+    run("install", "rosed", "--root", str(root))
     (gpu / "servers").write_text("{}")  # `rose mps start`
     run("uninstall", "--root", str(root), "--dry-run")
     assert (gpu / "servers").exists()
@@ -281,17 +283,17 @@ def test_mps_that_did_not_run_before_is_stopped(root: Path, gpu: Path) -> None:
 
 def test_mps_that_ran_before_runs_after(root: Path, gpu: Path) -> None:
     (gpu / "servers").write_text("{}")
-    run("install", "--root", str(root))
+    run("install", "rosed", "--root", str(root))
     run("uninstall", "--root", str(root))
     assert (gpu / "servers").exists()
-    run("install", "--root", str(root))
+    run("install", "rosed", "--root", str(root))
     (gpu / "servers").unlink()
     run("uninstall", "--root", str(root))
     assert (gpu / "servers").exists()
 
 
 def test_mps_with_processes_on_it_is_not_taken_from_them(root: Path, gpu: Path) -> None:
-    run("install", "--root", str(root))
+    run("install", "rosed", "--root", str(root))
     (gpu / "servers").write_text(json.dumps({"1": [os.getpid()]}))
     with pytest.raises(RoseError, match="are on it"):
         run("uninstall", "--root", str(root))

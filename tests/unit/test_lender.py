@@ -249,6 +249,33 @@ def test_a_window_without_rollout_closes_for_its_time() -> None:
     assert reasons.count(GateReason.ROLLOUT_OFF_WINDOW) == 10
 
 
+def test_windows_pass_only_while_somebody_is_lent_to() -> None:
+    window_ns = 10 * NS_PER_S
+    subject = lender(switchback=SwitchbackSettings(off_share=0.5, window_ns=window_ns))
+    for number in range(20):
+        decision, windows = subject.decide(number * window_ns, MONDAY_NOON, occupied=False)
+        assert decision.lends, "it would"
+        assert windows == []
+    view = subject.view()
+    assert (view.on_windows, view.off_windows) == (0, 0)
+
+
+def test_other_settings_count_at_once_and_what_was_counted_stays() -> None:
+    subject = lender()
+    now_ns = harm(subject, 4, 1000)
+    assert closed(subject, now_ns) is GateReason.ERROR_BUDGET_SPENT
+    quiet = {"switchback": SwitchbackSettings(off_share=0), "drill": DrillSettings(period_ns=0)}
+    subject.reconfigure(LenderSettings(budget=BudgetSettings(requests_min=4), **quiet))
+    assert closed(subject, now_ns) is None
+    assert subject.view().late_by_rollout == 4
+    subject.reconfigure(LenderSettings(hours=(Hours.parse("00:00-01:00"),), **quiet))
+    assert closed(subject, now_ns) is GateReason.ERROR_BUDGET_SPENT
+    subject.reset()
+    assert closed(subject, now_ns) is GateReason.OUTSIDE_HOURS
+    subject.reconfigure(LenderSettings(mode=Mode.OBSERVE, **quiet))
+    assert closed(subject, now_ns) is GateReason.LENDING_OFF
+
+
 inputs = st.one_of(
     st.tuples(st.just("served"), st.integers(0, 400), st.integers(0, 400)),
     st.tuples(st.just("steps"), st.integers(0, 300), st.integers(1, 300)),

@@ -9,9 +9,9 @@ from typing import Any
 
 import msgspec
 import pytest
-from rose_daemon.node.lending import SWITCH_NAME, LendingDesk, StepTail, Switch, without_lent
+from rose_daemon.node.lending import LendingDesk, StepTail, without_lent
 
-from rose import audit, config
+from rose import audit, config, switch
 from rose.boards import BoardPaths
 from rose.core.attribution import Span
 from rose.core.events import LendingDecided, NodeEvent
@@ -49,20 +49,24 @@ def test_what_is_missing_of_the_steps_is_known(tmp_path: Path) -> None:
 class World:
     """A desk whose machine only listens."""
 
-    def __init__(self, directory: Path, lending: str = "") -> None:
+    def __init__(self, directory: Path, **lending: Any) -> None:
         self.state, self.run = directory / "state", directory / "run"
         self.state.mkdir(exist_ok=True)
         self.run.mkdir(exist_ok=True)
-        document: dict[str, Any] = {
-            "node": {"state_dir": str(self.state), "run_dir": str(self.run)},
-            "serving": {"url": "http://127.0.0.1:9"},
-            "lending": {"switchback_share": 0, "drill_period_s": 0},
-        }
-        self.config = config.build(document, "test")
+        self.config = self.configured(directory, **lending)
         self.heard: list[NodeEvent] = []
         machine: Any = SimpleNamespace(replicas={})
         engines: Any = SimpleNamespace(get=lambda _: None)
         self.desk = LendingDesk(self.config, self.heard.append, machine, engines)
+
+    @staticmethod
+    def configured(directory: Path, **lending: Any) -> config.Config:
+        document: dict[str, Any] = {
+            "node": {"state_dir": str(directory / "state"), "run_dir": str(directory / "run")},
+            "serving": {"url": "http://127.0.0.1:9"},
+            "lending": {"switchback_share": 0, "drill_period_s": 0} | lending,
+        }
+        return config.build(document, "test")
 
     @property
     def decided(self) -> list[int | None]:
@@ -79,7 +83,7 @@ def test_the_switch_is_kept_and_what_cannot_be_read_is_off(tmp_path: Path) -> No
     second.desk.switch(off=False, reset=False)
     assert second.decided == [GateReason.LENDING_OFF, None]
     for damage in (b"", b"{", b"[]", b'{"off":"no","at_s":1}'):
-        (second.state / SWITCH_NAME).write_bytes(damage)
+        (second.state / switch.NAME).write_bytes(damage)
         third = World(tmp_path)
         third.desk.begin()
         assert third.decided == [GateReason.LENDING_OFF], damage
@@ -100,7 +104,7 @@ def test_off_works_where_it_cannot_be_kept_and_on_does_not(
     with pytest.raises(RoseError, match="stays as it was"):
         world.desk.switch(off=False, reset=False)
     assert world.decided == [None, GateReason.LENDING_OFF]
-    assert not (world.state / SWITCH_NAME).exists()
+    assert not (world.state / switch.NAME).exists()
 
 
 def test_a_killed_rosed_loses_no_harm(tmp_path: Path) -> None:
@@ -129,9 +133,46 @@ def test_a_killed_rosed_loses_no_harm(tmp_path: Path) -> None:
 def test_the_switchs_file_says_since_when(tmp_path: Path) -> None:
     world = World(tmp_path)
     world.desk.switch(off=True, reset=False)
-    kept = msgspec.json.decode((world.state / SWITCH_NAME).read_bytes(), type=Switch)
+    kept = msgspec.json.decode((world.state / switch.NAME).read_bytes(), type=switch.Switch)
     assert kept.off
     assert kept.at_s > 0
+
+
+def test_a_switch_that_was_set_while_no_rosed_ran_counts(tmp_path: Path) -> None:
+    first = World(tmp_path)
+    first.desk.begin()
+    first.desk.close()
+    switch.put(first.state, off=True)
+    second = World(tmp_path)
+    second.desk.begin()
+    assert second.decided == [GateReason.LENDING_OFF]
+
+
+def test_a_host_without_a_lent_engine_lent_nothing(tmp_path: Path) -> None:
+    world = World(tmp_path, switchback_share=0.5, switchback_window_s=1)
+    world.desk.begin()
+    for second in range(30):
+        world.desk.look(time.monotonic_ns() + second * S)
+    world.desk.close()
+    lines = audit.read(world.state, 0)
+    assert not [line for line in lines if isinstance(line, audit.Compared)]
+    found = audit.summary(lines)
+    assert (found.minutes_lent, found.windows) == (0, [])
+    assert found.minutes > 0
+
+
+def test_settings_that_are_read_again_count(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.desk.begin()
+    hours = "Mon-Sun 00:00-00:01" if time.localtime().tm_hour >= 12 else "Mon-Sun 12:00-12:01"
+    outside = World.configured(tmp_path, hours=[hours], harm_share_max=0.01)
+    world.desk.reconfigure(outside)
+    assert world.decided == [None, GateReason.OUTSIDE_HOURS]
+    assert world.desk.lender.view().harm_share_max == 0.01
+    world.desk.reconfigure(World.configured(tmp_path, mode="observe"))
+    assert world.decided[-1] == GateReason.LENDING_OFF
+    world.desk.reconfigure(World.configured(tmp_path))
+    assert world.decided[-1] == GateReason.LENDING_OFF, "what would be lent to was never started"
 
 
 def test_who_observes_has_no_lent_replicas() -> None:

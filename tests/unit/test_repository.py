@@ -170,7 +170,7 @@ def test_torch_is_pinned_to_the_cpu_build_and_nowhere_else() -> None:
 
 def test_every_dependency_of_the_project_is_pinned() -> None:
     extras = PROJECT["optional-dependencies"]
-    wanted = PROJECT["dependencies"] + extras["demo"] + extras["plot"]
+    wanted = PROJECT["dependencies"] + extras["demo"] + extras["plot"] + extras["otel"]
     names = {normal(re.split(r"[<>=!~\[ ]", text, maxsplit=1)[0]) for text in wanted}
     assert names <= set(pins("cpu.txt"))
     tools = {

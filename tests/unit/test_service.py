@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import errno
 import json
+import os
 import socket
 from pathlib import Path
 
@@ -19,9 +20,10 @@ from rose_daemon.service.changes import changed_keys
 from rose_daemon.service.supervision import Heartbeat, reachable
 from rose_daemon.service.tokens import Keyring, Scope, make_token
 
+from rose import switch
 from rose.config import AdmissionConfig, Config, NodeConfig, build
 from rose.core.events import Tick
-from rose.errors import ConfigError, RoseError
+from rose.errors import ConfigError, Exit, RoseError
 
 ROOT = Path(__file__).parents[2]
 LOGGING = {"debug", "info", "warning", "error", "critical"}
@@ -166,6 +168,7 @@ def test_a_daemon_probes_itself_where_it_listens(host: str, way: str) -> None:
 
 
 def ring(directory: Path) -> tuple[Keyring, dict[Scope, str]]:
+    directory.mkdir(mode=0o700)
     tokens = {scope: make_token(directory, f"user-{scope}", scope).read_text().strip() for scope in Scope}
     return Keyring.read("scheduler", "", str(directory)), tokens
 
@@ -226,11 +229,31 @@ def test_a_directory_of_tokens_that_is_not_safe_is_refused(
 
 
 def test_a_token_is_not_made_twice_and_is_nobody_elses(tmp_path: Path) -> None:
+    (tmp_path / "tokens").mkdir()
     path = make_token(tmp_path / "tokens", "a", Scope.READ)
     assert path.stat().st_mode & 0o777 == 0o600
-    assert path.parent.stat().st_mode & 0o777 == 0o700
     with pytest.raises(ConfigError, match="is there already"):
         make_token(tmp_path / "tokens", "a", Scope.READ)
+
+
+def test_a_token_for_a_directory_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    for directory in (tmp_path / "typo", tmp_path / "a" / "b"):
+        with pytest.raises(ConfigError, match="no such directory") as refusal:
+            make_token(directory, "a", Scope.READ)
+        assert refusal.value.code == Exit.USAGE
+        assert not directory.exists()
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError):
+        make_token(tmp_path / "file", "a", Scope.READ)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+def test_what_root_makes_for_a_daemon_is_the_daemons(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    os.chown(tmp_path, 65534, 65533)
+    for path in (make_token(tmp_path, "a", Scope.READ), switch.put(tmp_path, off=True)):
+        status = path.stat()
+        assert (status.st_uid, status.st_gid) == (65534, 65533)
 
 
 # ---- reload ----

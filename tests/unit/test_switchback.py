@@ -74,6 +74,26 @@ def test_a_window_that_lending_did_not_last_through_counts_for_nothing() -> None
     assert not subject.off, "the first window after a start has rollout"
 
 
+def test_other_settings_begin_a_block_of_their_own() -> None:
+    subject = switchback()
+    subject.advance(0, lending=True)
+    subject.judged(1, 2, late=True)
+    subject.reconfigure(SwitchbackSettings(off_share=0.5, window_ns=W // 3))
+    assert not subject.off
+    assert subject.advance(10, lending=True) == [], "the window under way counts for nothing"
+    subject.judged(11, 12, late=False)
+    offs, now_ns = [], 10
+    for _ in range(20):
+        offs.append(subject.off)
+        now_ns += W // 3
+        subject.advance(now_ns, lending=True)
+    assert offs[0] is False, "the first window after a start has rollout"
+    assert sum(offs) == 10
+    before = subject.off
+    subject.reconfigure(SwitchbackSettings(off_share=0.5, window_ns=W // 3))
+    assert subject.off == before, "the same settings change nothing"
+
+
 def test_it_compares_what_was_counted() -> None:
     subject, rng = switchback(), random.Random(3)
     for number in range(400):

@@ -32,6 +32,15 @@ def test_without_a_period_there_are_none() -> None:
     assert not any(subject.due(second * 1000 * NS_PER_S) for second in range(1000))
 
 
+def test_another_period_counts_from_now_on() -> None:
+    subject = take_back()
+    assert not subject.due(0)
+    subject.reconfigure(DrillSettings(period_ns=NS_PER_S))
+    assert any(subject.due(second * NS_PER_S) for second in range(60))
+    subject.reconfigure(DrillSettings(period_ns=0))
+    assert not any(subject.due(second * NS_PER_S) for second in range(60, 6000))
+
+
 def test_a_drill_takes_little_and_leaves_something() -> None:
     subject = take_back(share_max=0.05)
     assert {subject.blocks(100) for _ in range(500)} == {1, 2, 3, 4, 5}

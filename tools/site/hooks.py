@@ -16,7 +16,7 @@ import reference
 _MARK = re.compile(r"^<!-- (diagram|reference): (\w+) -->$", re.MULTILINE)
 _SECTIONS: dict[str, tuple[str, ...]] = {
     "Start": ("index", "tutorial", "gpu-host", "kubernetes"),
-    "Run": ("operate", "tune", "security", "metrics", "doctor", "slo", "lending"),
+    "Run": ("operate", "tune", "security", "metrics", "traces", "doctor", "slo", "lending"),
     "Use": ("api", "integrate", "weights", "relay", "simulator"),
     "Understand": ("concepts", "gate", "kv-memory", "faults", "delta-format", "vllm-internals"),
     "Look up": ("reference-config", "reference-cli"),

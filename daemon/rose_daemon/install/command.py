@@ -37,7 +37,7 @@ install_app = typer.Typer(rich_markup_mode=None, add_completion=False)
 uninstall_app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 DaemonsArgument = Annotated[
-    list[str] | None, typer.Argument(metavar="[DAEMON]...", help=f"{', '.join(UNITS)}; default: rosed.")
+    list[str] | None, typer.Argument(metavar="DAEMON...", help=f"Which of {', '.join(UNITS)}.")
 ]
 DryOption = Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and do nothing.")]
 RootOption = Annotated[
@@ -53,7 +53,10 @@ def install(
     enable: Annotated[bool, typer.Option("--enable", help="Have them started at boot.")] = False,
 ) -> None:
     """Make ROSE's daemons services of this machine; say each thing that is done."""
-    wanted = tuple(dict.fromkeys(daemons or ["rosed"]))
+    wanted = tuple(dict.fromkeys(daemons or ()))
+    if not wanted:
+        hint = "`rose install rosed` on a serving host; --dry-run says what would be done"
+        raise ConfigError(f"name what to install: {', '.join(UNITS)}", hint)
     if unknown := [name for name in wanted if name not in UNITS]:
         raise ConfigError(f"{unknown[0]!r} is no daemon of ROSE", f"one of {', '.join(UNITS)}")
     machine = Machine(root, print, dry=dry_run)

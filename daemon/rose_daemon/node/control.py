@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from rose import wire
-from rose.errors import ConfigError, Exit, RoseError
+from rose.errors import ConfigError, Exit, NotReady, RoseError
 
 _IDLE_TIMEOUT_S = 30.0
 _CONNECTIONS_MAX = 32
@@ -26,7 +26,7 @@ class ControlServer:
         self._server: asyncio.Server | None = None
 
     async def start(self) -> None:
-        """Listen.  Raises ConfigError when the path is unusable, or another rosed answers there."""
+        """Listen.  Raises ConfigError for a path that is unusable, NotReady where another rosed answers."""
         self._take_path()
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -65,7 +65,7 @@ class ControlServer:
             except OSError:
                 self._path.unlink(missing_ok=True)
                 return
-        raise ConfigError(
+        raise NotReady(
             f"another rosed answers on {self._path}", "stop it, or give this one its own node.state_dir"
         )
 

@@ -1,14 +1,12 @@
 """rosed's lending desk: feeds the lender with what the engines logged, and carries out what it decides.
 
 It reads the rings of the serving engine (requests) and of the rollout engines (steps), tells the node's
-machine whether this host lends, orders reclaim drills, and writes the audit.  The operator's switch lies in a
-file, so that it outlives rosed; one that cannot be read counts as off.
+machine whether this host lends, orders reclaim drills, and writes the audit.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -18,7 +16,7 @@ from typing import Any
 import msgspec
 import structlog
 
-from rose import audit
+from rose import audit, switch
 from rose.boards import BoardPaths
 from rose.config import Config
 from rose.core.attribution import Span
@@ -35,13 +33,11 @@ from rose.core.takeback import DrillSettings
 from rose.errors import RoseError
 from rose.rings import RingReader
 from rose.units import NS_PER_MS, NS_PER_S, ReplicaId, ms_to_ns, s_to_ns
-from rose.weights import files
 from rose_daemon.node.engines import Engines
 from rose_daemon.node.journal import Journal
 
 PERIOD_S = 0.5
 """How often it looks: a ring holds 512 steps."""
-SWITCH_NAME = "lending.json"
 _MINUTE_NS = 60 * NS_PER_S
 _AUDIT_BYTES_MAX = 8 << 20
 _RESTORE_S = 34 * 3600.0
@@ -49,13 +45,6 @@ _STEP_NS_MAX = 10 * NS_PER_S
 """A step that nobody logged the end of began at most so long ago."""
 
 log = structlog.get_logger("rosed")
-
-
-class Switch(msgspec.Struct, frozen=True):
-    """The file of the operator's switch."""
-
-    off: bool
-    at_s: float
 
 
 class StepTail:
@@ -138,6 +127,8 @@ class LendingDesk:
         self._told: Decision | None = None
         self._stopped_for: GateReason | None = GateReason.LENDING_OFF
         self._serving_seen = False
+        self._occupied = False
+        """A replica's engine runs that could use what is lent."""
         self._requests_lost = 0
 
     # ---- life -----------------------------------------------------------------------------------
@@ -269,7 +260,10 @@ class LendingDesk:
                 self._write(_late_line(each, time.time()))
 
     def _decide(self, now_ns: int) -> None:
-        decision, windows = self.lender.decide(now_ns, minute_of_week(time.localtime()))
+        self._occupied = any(self._engine(replica)[1] for replica in self._tails)
+        decision, windows = self.lender.decide(
+            now_ns, minute_of_week(time.localtime()), occupied=self._occupied
+        )
         for window in windows:
             self._write(
                 audit.Compared(at_s=time.time(), off=window.off, requests=window.requests, late=window.late)
@@ -292,7 +286,7 @@ class LendingDesk:
                 late_by_rollout=counts.rollout,
                 late_by_unknown=counts.unknown,
                 late_by_serving=counts.serving,
-                closed=_name(self._stopped_for),
+                closed=_name(self._stopped_for) or ("" if self._occupied else audit.NO_REPLICA),
                 idle_share=minute.idle_share(),
                 spare_bytes=minute.spare_bytes,
             )
@@ -300,6 +294,17 @@ class LendingDesk:
 
     def _write(self, line: audit.AnyLine) -> None:
         self._audit.append(line)
+
+    def reconfigure(self, config: Config) -> None:
+        """Follow `[lending]` of settings that were read again.
+
+        A host that began by observing has no replicas to lend to, and goes on observing until rosed restarts.
+        """
+        settings = lender_settings(config)
+        if self.lender.settings.mode is Mode.OBSERVE and not self._tails:
+            settings = msgspec.structs.replace(settings, mode=Mode.OBSERVE)
+        self.lender.reconfigure(settings)
+        self.look(time.monotonic_ns())
 
     # ---- the operator ---------------------------------------------------------------------------
 
@@ -313,13 +318,11 @@ class LendingDesk:
             self.lender.switched_off = True
             self.look(time.monotonic_ns())
         try:
-            files.replace_durably(
-                self._state_dir / SWITCH_NAME, msgspec.json.encode(Switch(off, time.time()))
-            )
+            switch.put(self._state_dir, off=off)
         except OSError as error:
             state = "lending is off, but" if off else "lending stays as it was:"
             raise RoseError(
-                f"{state} {self._state_dir / SWITCH_NAME} cannot be written: {error.strerror}",
+                f"{state} {self._state_dir / switch.NAME} cannot be written: {error.strerror}",
                 "see node.state_dir",
             ) from None
         self.lender.switched_off = off
@@ -330,15 +333,13 @@ class LendingDesk:
         self.look(time.monotonic_ns())
 
     def _read_switch(self) -> bool:
-        path = self._state_dir / SWITCH_NAME
-        with contextlib.suppress(FileNotFoundError):
-            try:
-                return msgspec.json.decode(path.read_bytes(), type=Switch).off
-            except (msgspec.DecodeError, PermissionError, IsADirectoryError) as error:
-                text = "the switch of lending cannot be read, so that it counts as off"
-                log.warning(text, code="lending_switch_unreadable", path=str(path), error=str(error))
-                return True
-        return False
+        try:
+            return switch.is_off(self._state_dir)
+        except (msgspec.DecodeError, OSError) as error:
+            text = "the switch of lending cannot be read, so that it counts as off"
+            path = str(self._state_dir / switch.NAME)
+            log.warning(text, code="lending_switch_unreadable", path=path, error=str(error))
+            return True
 
     def view(self) -> dict[str, Any]:
         """`lending` of `rose status --json`."""

@@ -19,7 +19,11 @@ from rose_daemon.node.engines import free_port, port_is_free
 
 
 def check_host(config: Config) -> None:
-    """Whether this host has what `rose.toml` names.  Changes nothing.  Raises ConfigError or NotReady."""
+    """Whether this host has what `rose.toml` names.  Changes nothing.
+
+    Raises ConfigError; NotReady where another process has what is needed; RoseError for a directory that
+    cannot be used, as the disk or the mount may be better the next time.
+    """
     for key in ("state_dir", "run_dir"):
         _check_directory(key, Path(getattr(config.node, key)))
     for section in config.replicas:
@@ -41,12 +45,12 @@ def check_host(config: Config) -> None:
 
 
 def prepare_host(config: Config) -> None:
-    """Make the directories and the token of this host.  Raises ConfigError."""
+    """Make the directories and the token of this host.  Raises RoseError."""
     for key, directory in (("state_dir", config.node.state_dir), ("run_dir", config.node.run_dir)):
         try:
             Path(directory).mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"node.{key}: {directory} cannot be made: {error.strerror}") from None
+            raise RoseError(f"node.{key}: {directory} cannot be made: {error.strerror}") from None
         _check_directory(key, Path(directory))
     make_token(config.engine_token_file)
 
@@ -61,14 +65,14 @@ def with_ports(config: Config) -> Config:
 
 
 def make_token(path: Path) -> None:
-    """Write a new token unless there is one.  Raises ConfigError."""
+    """Write a new token unless there is one.  Raises RoseError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:
         return
     except OSError as error:
-        raise ConfigError(f"node.token_file: {path} cannot be written: {error.strerror}") from None
+        raise RoseError(f"node.token_file: {path} cannot be written: {error.strerror}") from None
     with os.fdopen(descriptor, "w", encoding="ascii") as file:
         file.write(secrets.token_hex(32) + "\n")
 
@@ -79,9 +83,9 @@ def _check_directory(key: str, directory: Path) -> None:
     while not there.exists() and there != there.parent:
         there = there.parent
     if not there.is_dir():
-        raise ConfigError(f"node.{key}: {there} is not a directory")
+        raise RoseError(f"node.{key}: {there} is not a directory")
     if not os.access(there, os.R_OK | os.W_OK | os.X_OK):
-        raise ConfigError(f"node.{key}: {there} is not writable", "check its owner and mode")
+        raise RoseError(f"node.{key}: {there} is not writable", "check its owner, its mode, and its disk")
 
 
 def _check_model(section: ReplicaConfig) -> None:

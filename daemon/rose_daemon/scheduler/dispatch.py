@@ -155,6 +155,7 @@ class Dispatcher:
             self.book.counts.rerouted += 1
         attempt = Attempt(effect.replica, effect.attempt, report.weight_version, turn.token_count)
         turn.attempt = attempt
+        turn.trace.attempt_began(attempt.replica, attempt.number, attempt.version, attempt.first_token)
         attempt.task = asyncio.create_task(self._run(turn, attempt, report))
         attempt.task.add_done_callback(partial(self._reap, turn, attempt))
 
@@ -195,7 +196,9 @@ class Dispatcher:
                 # vLLM's dialect leaves the rest of the context to a request that names no limit; a
                 # completion does not.
                 body["max_tokens"] = max(1, await self._context(report) - request.prompt_tokens)
-            call = Call(report.url, request.asks, body, name, request.choices, report.engine)
+            call = Call(
+                report.url, request.asks, body, name, request.choices, report.engine, turn.trace.context
+            )
             return await self._upstream.attempt(call, partial(self._take, turn, attempt))
         choice = turn.choices[0]
         assert choice.prompt_token_ids is not None, f"{turn.key} resumes without its prompt"
@@ -205,7 +208,7 @@ class Dispatcher:
             return Finished(None)
         salt = self._cache_salt(turn.job)
         body = request.resumed_body(report.model, choice.prompt_token_ids, choice.token_ids, left, salt)
-        call = Call(report.url, Dialect.COMPLETION, body, name, 1, report.engine)
+        call = Call(report.url, Dialect.COMPLETION, body, name, 1, report.engine, turn.trace.context)
         try:
             end = await self._upstream.attempt(call, partial(self._take_resumed, turn, attempt, report))
             if attempt.joining is not None:
@@ -237,6 +240,7 @@ class Dispatcher:
             turn.note_version(report.weight_version)
         if not turn.began:
             turn.began = True
+            turn.trace.happened("first_token")
             self._telemetry.first_token(now_s - turn.arrived_s)
         attempt.tokens += tokens
         self._telemetry.tokens(attempt.replica, tokens)
@@ -322,6 +326,7 @@ class Dispatcher:
             return False
         if restart:
             turn.forget_output()
+            turn.trace.happened("restarted", reason=restart)
             self.book.counts.restarted += 1
         return True
 

@@ -22,16 +22,18 @@ from rose_daemon.scheduler.output import Answer
 from rose_daemon.scheduler.requests import Dialect, Request
 from rose_daemon.scheduler.store import JobRecord, Store
 from rose_daemon.scheduler.streams import replay, show
+from rose_daemon.scheduler.tracing import Tracer, TurnTrace, context_of
 from rose_daemon.scheduler.turns import Turn
 
 
 class Gateway:
     """Handlers of the endpoints that generate."""
 
-    def __init__(self, desk: JobDesk, dispatcher: Dispatcher, store: Store) -> None:
+    def __init__(self, desk: JobDesk, dispatcher: Dispatcher, store: Store, tracer: Tracer) -> None:
         self._desk = desk
         self._dispatcher = dispatcher
         self._store = store
+        self._tracer = tracer
         self._identifier = Identifier()
         self._runs = itertools.count(1)
         self._started = int(time.time())
@@ -110,6 +112,7 @@ class Gateway:
         if turn_id is not None and (live := self._dispatcher.book.find(job, turn_id)) is not None:
             _require_same(request, live.request.digest, turn_id)
             self._dispatcher.book.counts.joined += 1
+            live.trace.happened("joined")
             return live
         session = path_name(http.match_info, "session")
         # Who can be told nothing but a base URL sends no ids: its turns get one each, to be kept for export.
@@ -117,20 +120,37 @@ class Gateway:
         turn_id = turn_id or uuid.uuid4().hex
         identity = self._identifier.identify(http.headers, request, session)
         told = identity is not None and not identity.guessed
+        trajectory = identity.trajectory if identity is not None and told else turn_id
         turn = Turn(
             key=TurnId(f"{job}/{turn_id}/{next(self._runs)}"),
             turn_id=turn_id,
             named=named,
             job=job,
-            trajectory=identity.trajectory if identity is not None and told else turn_id,
+            trajectory=trajectory,
             model=record.spec.model,
             request=request,
             now_s=time.monotonic(),
+            trace=self._trace(http, request, record, turn_id, trajectory),
         )
         affinity = identity.trajectory if identity is not None else turn_id
         group, task = (header_name(http.headers, f"x-rose-{kind}") or "" for kind in ("group", "task"))
         self._dispatcher.arrive(turn, affinity, guessed=not told, group=group, task=task)
         return turn
+
+    def _trace(
+        self, http: web.Request, request: Request, record: JobRecord, turn_id: str, trajectory: str
+    ) -> TurnTrace:
+        operation = "chat" if request.dialect is Dialect.CHAT else "text_completion"
+        model = record.spec.model
+        attributes = {
+            "gen_ai.operation.name": operation,
+            "gen_ai.request.model": model,
+            "gen_ai.conversation.id": trajectory,
+            "rose.job": record.spec.job,
+            "rose.turn_id": turn_id,
+            "rose.dialect": request.dialect.value,
+        }
+        return self._tracer.begin(context_of(http.headers), f"{operation} {model}", attributes)
 
 
 def _job_name(http: web.Request) -> str | None:

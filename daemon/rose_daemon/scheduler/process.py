@@ -46,6 +46,7 @@ from rose_daemon.scheduler.server import IDLE_TIMEOUT_S, ControlApi, Sources, bu
 from rose_daemon.scheduler.store import Store
 from rose_daemon.scheduler.telemetry import Gauges, Telemetry
 from rose_daemon.scheduler.text_api import TextApi
+from rose_daemon.scheduler.tracing import open_tracer
 from rose_daemon.scheduler.turns import Turn
 from rose_daemon.scheduler.upstream import Upstream
 from rose_daemon.scheduler.worker_api import WorkerApi
@@ -94,6 +95,7 @@ class Scheduler:
         self._tls = server_context("scheduler", config.tls_cert, config.tls_key)
         self._started_s = time.monotonic()
         self.id = uuid.uuid4().hex[:12]
+        self.tracer = open_tracer(config.otlp_traces_endpoint, self.id)
         self.store = Store(Path(config.state_dir))
         self.telemetry = Telemetry(self._gauges)
         self.driver = ClusterDriver(settings_of(config), self.store, self.telemetry)
@@ -139,7 +141,7 @@ class Scheduler:
     async def start(self) -> None:
         """Serve nodes and clients from now on.  Raises RoseError when the gateway's port cannot be had."""
         self._serving = asyncio.create_task(self._serve())
-        gateway = Gateway(self.desk, self.dispatcher, self.store)
+        gateway = Gateway(self.desk, self.dispatcher, self.store, self.tracer)
         fleet = FleetApi(self.desk, self.dispatcher, self.driver.machine.job_view, self.workers.flush)
         sources = Sources(
             job=self._job,
@@ -216,6 +218,7 @@ class Scheduler:
         await self.dispatcher.close()
         if self._runner is not None:
             await self._runner.cleanup()
+        await self.tracer.close()
         self.nodes.close()
         self.store.close()
 

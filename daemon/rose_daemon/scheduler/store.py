@@ -30,7 +30,7 @@ from rose.core.events import (
     TurnProgressed,
 )
 from rose.core.suspension import SUSPENDED
-from rose.errors import RoseError
+from rose.errors import NotReady, RoseError
 from rose.units import JobId, ReplicaId, TrajectoryId, TurnId, WeightVersion
 from rose_daemon.scheduler.output import Answer
 
@@ -427,5 +427,5 @@ def _locked(path: Path) -> int:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(descriptor)
-        raise RoseError(f"{path.parent}: another scheduler uses this directory", "stop it first") from None
+        raise NotReady(f"{path.parent}: another scheduler uses this directory", "stop it first") from None
     return descriptor

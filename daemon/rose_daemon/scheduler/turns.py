@@ -20,6 +20,7 @@ from rose.units import JobId, ReplicaId, TurnId, WeightVersion
 from rose_daemon.scheduler.errors import Failure
 from rose_daemon.scheduler.output import Answer, AttemptRecord, Choice, Piece
 from rose_daemon.scheduler.requests import Request
+from rose_daemon.scheduler.tracing import UNTRACED, TurnTrace
 
 
 class Cancelled(msgspec.Struct, frozen=True):
@@ -68,6 +69,7 @@ class Turn:
         model: str,
         request: Request,
         now_s: float,
+        trace: TurnTrace = UNTRACED,
     ) -> None:
         self.key = key
         """Names this run of the turn inside the scheduler; a turn that failed may be run again."""
@@ -78,6 +80,7 @@ class Turn:
         self.trajectory = trajectory
         self.model = model
         self.request = request
+        self.trace = trace
         self.arrived_s = now_s
         self.pieces: list[Piece] = []
         """All output that may be shown."""
@@ -189,6 +192,7 @@ class Turn:
         self.attempts.append(AttemptRecord(attempt.replica, attempt.tokens, end))
         self._close_span(attempt)
         self.attempt = None
+        self.trace.attempt_ended(end, attempt.tokens)
 
     def note_version(self, version: WeightVersion | None) -> None:
         """The replica of the present attempt reports `version`: tokens from here on are of that one.
@@ -327,6 +331,7 @@ class TurnBook:
     def settle(self, turn: Turn, outcome: Outcome) -> None:
         """Give a live turn its only outcome, and count it."""
         turn.settle(outcome)
+        turn.trace.ended(outcome)
         match outcome:
             case Answer(aborted=True):
                 self.counts.cancelled += 1

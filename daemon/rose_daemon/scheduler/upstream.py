@@ -5,7 +5,7 @@ Streaming is what lets a turn survive: whatever ends the attempt, the tokens rec
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import aiohttp
@@ -75,6 +75,8 @@ class Call(msgspec.Struct, frozen=True):
     choices: int
     engine: str = VLLM
     """Whose API the replica speaks."""
+    trace: Mapping[str, str] = {}
+    """Headers of the trace that the attempt is part of."""
 
 
 AttemptEnd = Finished | Interrupted | Rejected
@@ -112,7 +114,7 @@ class Upstream:
             path, body = sglang_engine.PATH, sglang_engine.generate_body(body)
         reader = sglang_engine.Reader(call.body) if translates else OpenAiReader(call.dialect)
         answer = _Answer(call.choices, reader, on_pieces)
-        headers = {"Content-Type": "application/json", "X-Request-Id": call.request_id}
+        headers = {"Content-Type": "application/json", "X-Request-Id": call.request_id, **call.trace}
         try:
             await self._engines.post(call.url, path, headers, msgspec.json.encode(body), answer)
         except TimeoutError:

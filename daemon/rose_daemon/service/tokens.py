@@ -20,6 +20,7 @@ from typing import NamedTuple, Self
 
 from rose.errors import ConfigError
 from rose.secret import read_secret
+from rose.weights import files
 
 TOKEN_CHARS_MIN = 16
 """A token in a directory of tokens has at least so many characters."""
@@ -84,12 +85,15 @@ class Keyring:
 
 
 def make_token(directory: Path, name: str, scope: Scope) -> Path:
-    """Write a new token; answers its file.  Raises ConfigError."""
+    """Write a new token, which belongs to the directory's owner; answers its file.  Raises ConfigError."""
     path = directory / f"{name}.{scope.name.lower()}"
     try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         path.touch(mode=0o600, exist_ok=False)
         path.write_text(secrets.token_urlsafe(32) + "\n", encoding="ascii")
+        files.give_to_owner(path)
+    except FileNotFoundError:
+        hint = f"make it, for the daemon's user alone: install -d -m 700 -o rose -g rose {directory}"
+        raise ConfigError(f"{directory}: no such directory", hint) from None
     except FileExistsError:
         raise ConfigError(f"{path} is there already", "remove it to make a new one") from None
     except OSError as error:
