@@ -20,9 +20,10 @@ from rose.config import RelayConfig
 from rose.units import JobId, WeightVersion
 from rose.weights.bits import Bits, State, UnsupportedTensor, as_bits
 from rose.weights.checkpoint import open_checkpoint
-from rose.weights.publisher import Publisher, PublishReport
+from rose.weights.publisher import Publisher
 from rose.weights.relay.blocking import BlockingRelay
 from rose.weights.relay.connecting import connect
+from rose.weights.reports import PublishReport
 
 _TORCH_DTYPES: Mapping[str, str] = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
 """Types that are cast to one another."""

@@ -48,7 +48,7 @@ _CONNECT_S = 3.0
 def list_versions(
     job: JobArgument, relay: RelayOption = False, as_json: JsonOption = False, config: ConfigOption = None
 ) -> None:
-    """List a job's versions: those staged on this host, or those at the relay."""
+    """List a job's versions: those on this host, or those at the relay; exit code 4 if there are none."""
     from rose.weights import inspection  # noqa: PLC0415
     from rose.weights.store import WeightStore  # noqa: PLC0415
 
@@ -66,6 +66,9 @@ def list_versions(
             (each.version, each.base_version, each.delta_bytes, each.changed / max(1, each.elements))
             for each in found
         ]
+    if not rows:
+        where = "at the relay" if relay else "on this host"
+        raise NotFound(f"no version of {job} lies {where}", "is that the job's id?  job.id of rose.toml")
     if as_json:
         keys = ("version", "base_version", "bytes", "density")
         _print_json("list", job=job, versions=[dict(zip(keys, row, strict=True)) for row in rows])

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rose.weights.background import BackgroundPublisher
-    from rose.weights.publisher import Publisher, PublishReport
+    from rose.weights.publisher import Publisher
+    from rose.weights.reports import PublishReport
     from rose.weights.sharded import ShardedPublisher
     from rose.weights.sharding import Sharding
 
@@ -19,7 +20,7 @@ __all__ = ["BackgroundPublisher", "PublishReport", "Publisher", "ShardedPublishe
 
 _MODULES = {
     "BackgroundPublisher": "background",
-    "PublishReport": "publisher",
+    "PublishReport": "reports",
     "Publisher": "publisher",
     "ShardedPublisher": "sharded",
     "Sharding": "sharding",

@@ -9,7 +9,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from rose.closing import Closing
 from rose.units import NS_PER_MS, WeightVersion
 from rose.weights.bits import Bits, as_state
-from rose.weights.publisher import Publisher, PublishReport
+from rose.weights.publisher import Publisher
+from rose.weights.reports import PublishReport
 
 
 class BackgroundPublisher(Closing):

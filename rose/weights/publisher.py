@@ -14,25 +14,23 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Self, TypedDict, TypeVar, Unpack
 
-import msgspec
-
 from rose.closing import Closing
 from rose.config import RelayConfig
 from rose.errors import CorruptDelta, RoseError, VersionConflict
-from rose.units import NS_PER_MS, JobId, WeightVersion
+from rose.units import JobId, WeightVersion
 from rose.weights import container, encoding, resume
 from rose.weights import manifest as manifests
 from rose.weights.bits import Bits, State, as_state
 from rose.weights.coding import DEFAULT, Coding
 from rose.weights.container import EncodedVersion
 from rose.weights.digests import digest_state
-from rose.weights.inspection import Change, changes
 from rose.weights.manifest import Bucket
 from rose.weights.patches import Patch, write_patch
 from rose.weights.relay import JobStat, RelayFull
 from rose.weights.relay.blocking import BlockingRelay
 from rose.weights.relay.connecting import connect
 from rose.weights.relay.ranges import PARALLEL
+from rose.weights.reports import PublishReport, report_of, timed_ms
 from rose.weights.shortcuts import Shortcuts
 
 _COMMIT_ROUNDS_MAX = 3
@@ -61,39 +59,6 @@ class Options(TypedDict, total=False):
     squash_every: int | None
     """n: for each version divisible by n offer one delta from the last such version too, where that is fewer
     bytes than the versions between; takes another copy of the model in host memory.  None: never."""
-
-
-class PublishReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What one `publish` did."""
-
-    version: WeightVersion
-    base_version: WeightVersion | None
-    """None: an anchor."""
-    changed: int
-    """Elements that differ from the version before, by their bits."""
-    elements: int
-    delta_bytes: int
-    dense_bytes: int
-    kinds: tuple[Change, ...]
-    """What changed, and what it takes, by kind of tensor."""
-    buckets: int
-    encode_ms: float
-    """Comparing, encoding and hashing."""
-    verify_ms: float
-    """Decoding it again and comparing with what the trainer gave."""
-    push_ms: float
-    repeated: bool = False
-    """The version was published before with the same bytes."""
-
-    @property
-    def density(self) -> float:
-        """Share of elements that changed."""
-        return self.changed / self.elements if self.elements else 0.0
-
-    @property
-    def bytes_per_changed(self) -> float:
-        """Bytes on the wire per changed element."""
-        return self.delta_bytes / max(1, self.changed)
 
 
 class Publisher(Closing):
@@ -209,12 +174,12 @@ class Publisher(Closing):
                 f"the relay has version {self._newest_there} of {self._job}: nobody would take {version}",
                 "Publisher.resume goes on from there; a new run needs a job id of its own",
             )
-        encode_ms, (encoded, digests) = _timed_ms(lambda: self._encode(version, target))
-        verify_ms, patches = _timed_ms(lambda: self._decode_again(encoded))
+        encode_ms, (encoded, digests) = timed_ms(lambda: self._encode(version, target))
+        verify_ms, patches = timed_ms(lambda: self._decode_again(encoded))
         self._unsettled = encoded
-        push_ms, _ = _timed_ms(lambda: self._push(encoded, encode_ms + verify_ms))
+        push_ms, _ = timed_ms(lambda: self._push(encoded, encode_ms + verify_ms))
         self._advance(encoded, patches, digests)
-        return self._report(encoded, encode_ms=encode_ms, verify_ms=verify_ms, push_ms=push_ms)
+        return report_of(encoded.manifest, encode_ms=encode_ms, verify_ms=verify_ms, push_ms=push_ms)
 
     def heal(self) -> tuple[WeightVersion, ...]:
         """Push again what a restarted relay has lost; answers those versions.
@@ -402,41 +367,10 @@ class Publisher(Closing):
                 f"version {self._version} of {self._job} is the checkpoint this publisher began with",
                 f"publish version {self._version + 1}",
             )
-        push_ms, _ = _timed_ms(lambda: self._push(kept))
-        return self._report(kept, encode_ms=0.0, verify_ms=0.0, push_ms=push_ms, repeated=True)
-
-    def _report(
-        self,
-        encoded: EncodedVersion,
-        *,
-        encode_ms: float,
-        verify_ms: float,
-        push_ms: float,
-        repeated: bool = False,
-    ) -> PublishReport:
-        manifest = encoded.manifest
-        return PublishReport(
-            version=manifest.version,
-            base_version=manifest.base_version,
-            changed=manifest.changed,
-            elements=manifest.elements,
-            delta_bytes=manifest.delta_bytes,
-            dense_bytes=manifest.dense_bytes,
-            kinds=changes(manifest),
-            buckets=len(manifest.buckets),
-            encode_ms=encode_ms,
-            verify_ms=verify_ms,
-            push_ms=push_ms,
-            repeated=repeated,
-        )
+        push_ms, _ = timed_ms(lambda: self._push(kept))
+        return report_of(kept.manifest, encode_ms=0.0, verify_ms=0.0, push_ms=push_ms, repeated=True)
 
 
 def _bookkeeping_bytes(encoded: EncodedVersion) -> int:
     """What a relay needs for a version beside its buckets: the manifest, and a little per bucket."""
     return len(manifests.encode(encoded.manifest)) + _BYTES_PER_FILE * (1 + len(encoded.buckets))
-
-
-def _timed_ms(call: Callable[[], _T]) -> tuple[float, _T]:
-    began_ns = time.monotonic_ns()
-    outcome = call()
-    return (time.monotonic_ns() - began_ns) / NS_PER_MS, outcome

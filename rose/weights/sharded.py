@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Self, TypeVar, Unpack
 
 import msgspec
@@ -21,18 +22,18 @@ import numpy as np
 from rose.closing import Closing
 from rose.config import RelayConfig
 from rose.errors import CorruptDelta, RoseError, TimedOut, VersionConflict
-from rose.units import NS_PER_MS, JobId, WeightVersion
+from rose.units import JobId, WeightVersion
 from rose.weights import boxes, coding, encoding
 from rose.weights.bits import Bits, UnsupportedTensor, Words, as_bits
 from rose.weights.coding import DEFAULT, CodedPieces, Piece
 from rose.weights.container import metadata
 from rose.weights.digests import digest, fingerprint
-from rose.weights.inspection import changes
 from rose.weights.manifest import Bucket, Manifest, Parameter, Slice
-from rose.weights.publisher import Options, PublishReport
+from rose.weights.publisher import Options
 from rose.weights.relay import JobStat, RelayFull
 from rose.weights.relay.blocking import BlockingRelay
 from rose.weights.relay.connecting import connect
+from rose.weights.reports import PublishReport, report_of, timed_ms
 from rose.weights.sharding import Sharding, local_tensor
 
 Exchange = Callable[[bytes], Sequence[bytes]]
@@ -74,6 +75,8 @@ class _Fragment(msgspec.Struct, frozen=True):
     parts: tuple[_Part, ...] = ()
     tables: tuple[bytes, ...] = ()
     buckets: tuple[Bucket, ...] = ()
+    encode_ms: float = 0.0
+    verify_ms: float = 0.0
     failure: str = ""
 
 
@@ -83,6 +86,7 @@ class ShardedPublisher(Closing):
     The tensors given are this rank's: DTensors, or plain tensors of the shape that `sharding` says this
     rank holds.  `Options` lists the keywords; `keep` is not used, as after a restart of the relay or of the
     trainer the next version is an anchor.  Costs a copy of what this rank pushes, in host memory.
+    Raises ValueError for squash_every, which takes all of the weights in one place.
     """
 
     def __init__(
@@ -98,6 +102,8 @@ class ShardedPublisher(Closing):
         **options: Unpack[Options],
     ) -> None:
         sharding.require_whole()
+        if options.get("squash_every") is not None:
+            raise ValueError("squash_every is for Publisher: no rank holds all of the weights")
         self._relay = relay
         self._job = job
         self._sharding = sharding
@@ -139,24 +145,21 @@ class ShardedPublisher(Closing):
         ranks.  Raises VersionConflict, RoseError (also what another rank failed with), TimedOut, RelayFull,
         RelayUnavailable.
         """
-        began_ns = time.monotonic_ns()
         agreed = self._agree(version)
         if agreed.committed:
             return self._repeat(version, state)
         base = None if agreed.anchor else self._version
         pieces, coded, fragment = self._encode(version, state, anchor=agreed.anchor)
-        encoded_ns = time.monotonic_ns()
         fragments = self._all(fragment, _Fragment)
         for rank, each in enumerate(fragments):
             if each.failure:
                 raise RoseError(f"rank {rank} could not encode version {version}: {each.failure}")
         manifest = _merge(self._job, version, base, self._sharding, fragments)
-        exchanged_ns = time.monotonic_ns()
-        self._push(manifest, coded.buckets)
+        encode_ms = max(each.encode_ms for each in fragments)
+        verify_ms = max(each.verify_ms for each in fragments)
+        push_ms, _ = timed_ms(lambda: self._push(manifest, coded.buckets, encode_ms + verify_ms))
         self._advance(version, pieces)
-        encode_ms = (encoded_ns - began_ns) / NS_PER_MS
-        push_ms = (time.monotonic_ns() - exchanged_ns) / NS_PER_MS
-        return _report(manifest, encode_ms=encode_ms, push_ms=push_ms)
+        return report_of(manifest, encode_ms=encode_ms, verify_ms=verify_ms, push_ms=push_ms)
 
     def close(self) -> None:
         """Close connections."""
@@ -224,7 +227,7 @@ class ShardedPublisher(Closing):
                     "a committed version never changes: publish the next one",
                 )
         self._advance(version, pieces)
-        return _report(manifest, encode_ms=0.0, push_ms=0.0, repeated=True)
+        return report_of(manifest, encode_ms=0.0, verify_ms=0.0, push_ms=0.0, repeated=True)
 
     def _advance(self, version: WeightVersion, pieces: Sequence[Piece]) -> None:
         self._held, self._version, self._published = [_owned(piece) for piece in pieces], version, True
@@ -254,13 +257,16 @@ class ShardedPublisher(Closing):
     ) -> tuple[list[Piece], CodedPieces, _Fragment]:
         """This rank's pieces, coded and decoded again.  A failure is in the fragment: others wait for it."""
         nothing = CodedPieces((), (), {})
-        try:
+        first = self._rank * (_BUCKETS // len(self._sharding.held))
+        labels = metadata(self._job, version)
+
+        def encode() -> tuple[list[Piece], CodedPieces]:
             pieces = self._pieces(state, None if anchor else self._held)
-            first = self._rank * (_BUCKETS // len(self._sharding.held))
-            coded = coding.encode_pieces(
-                pieces, self._coding, metadata(self._job, version), first_bucket=first
-            )
-            coding.check_pieces(pieces, coded, threads=self._coding.threads)
+            return pieces, coding.encode_pieces(pieces, self._coding, labels, first_bucket=first)
+
+        try:
+            encode_ms, (pieces, coded) = timed_ms(encode)
+            verify_ms, _ = timed_ms(lambda: coding.check_pieces(pieces, coded, threads=self._coding.threads))
         except (RoseError, KeyError) as error:
             return [], nothing, _Fragment(failure=f"{type(error).__name__}: {error}")
         parts = tuple(
@@ -270,15 +276,15 @@ class ShardedPublisher(Closing):
         buckets = tuple(
             Bucket(name=name, size=len(data), digest=digest(data)) for name, data in coded.buckets.items()
         )
-        return pieces, coded, _Fragment(parts, coded.tables, buckets)
+        return pieces, coded, _Fragment(parts, coded.tables, buckets, encode_ms, verify_ms)
 
     # ---- push -------------------------------------------------------------------------------------
 
-    def _push(self, manifest: Manifest, mine: Mapping[str, bytes]) -> None:
+    def _push(self, manifest: Manifest, mine: Mapping[str, bytes], encode_ms: float) -> None:
         """Push this rank's buckets, and see to it that the version is committed."""
         deadline_s = time.monotonic() + self._timeout_s
         digests = {bucket.name: bucket.digest for bucket in manifest.buckets}
-        while missing := self._commit(manifest):
+        while missing := self._commit(manifest, encode_ms):
             ours = [name for name in missing if name in mine]
             for name in ours:
                 self._put(manifest.version, name, mine[name], digests[name])
@@ -290,13 +296,14 @@ class ShardedPublisher(Closing):
             if not ours:
                 time.sleep(_POLL_S)
 
-    def _commit(self, manifest: Manifest) -> tuple[str, ...]:
+    def _commit(self, manifest: Manifest, encode_ms: float) -> tuple[str, ...]:
+        commit = partial(self._relay.commit, self._job, manifest.version, manifest, encode_ms=encode_ms)
         try:
-            return self._relay.commit(self._job, manifest.version, manifest)
+            return commit()
         except RelayFull:
             if not self._make_room(manifest.version):
                 raise
-            return self._relay.commit(self._job, manifest.version, manifest)
+            return commit()
 
     def _put(self, version: WeightVersion, name: str, data: bytes, digest_hex: str) -> None:
         deadline_s = time.monotonic() + self._timeout_s
@@ -315,23 +322,6 @@ class ShardedPublisher(Closing):
         if older:
             self._relay.delete(self._job, older[0])
         return bool(older)
-
-
-def _report(manifest: Manifest, *, encode_ms: float, push_ms: float, repeated: bool = False) -> PublishReport:
-    return PublishReport(
-        version=manifest.version,
-        base_version=manifest.base_version,
-        changed=manifest.changed,
-        elements=manifest.elements,
-        delta_bytes=manifest.delta_bytes,
-        dense_bytes=manifest.dense_bytes,
-        kinds=changes(manifest),
-        buckets=len(manifest.buckets),
-        encode_ms=encode_ms,
-        verify_ms=0.0,
-        push_ms=push_ms,
-        repeated=repeated,
-    )
 
 
 def _piece(name: str, shape: boxes.Shape, held: boxes.Box, cut: boxes.Box, bits: Bits) -> Piece:

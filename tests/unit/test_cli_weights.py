@@ -93,9 +93,14 @@ def test_what_lies_here_is_listed(rose: Rose, store: WeightStore, capsys: Any) -
     assert 0 < body["versions"][0]["density"] < 0.1
 
 
-def test_an_empty_store_lists_nothing(rose: Rose, capsys: Any) -> None:
-    assert rose("list", JOB, "--json") == 0
-    assert json.loads(capsys.readouterr().out)["versions"] == []
+@pytest.mark.parametrize("options", [(), ("--json",), ("--relay",), ("--relay", "--json")])
+def test_a_job_without_versions_is_not_found(
+    rose: Rose, store: WeightStore, relay: MemoryRelay, capsys: Any, options: tuple[str, ...]
+) -> None:
+    assert rose("list", "nosuch", *options) == Exit.NOT_FOUND
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "no version of nosuch lies" in said.err
 
 
 def test_a_version_is_shown_by_kind(rose: Rose, store: WeightStore, capsys: Any) -> None:

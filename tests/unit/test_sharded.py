@@ -25,8 +25,8 @@ from rose.weights.manifest import Manifest
 from rose.weights.partial import fetch_part, part_bytes
 from rose.weights.patches import apply_to_state, check_base, check_target
 from rose.weights.planner import Layout
-from rose.weights.publisher import PublishReport
 from rose.weights.relay.blocking import BlockingRelay
+from rose.weights.reports import PublishReport
 from rose.weights.sharded import ShardedPublisher
 from rose.weights.sharding import Sharding
 
@@ -164,6 +164,27 @@ def test_what_ranks_push_is_the_trainers_model(relay: MemoryRelay, layout: str) 
         )
         assert reports[0].changed == changed
     trainer.close()
+
+
+def test_all_ranks_and_the_relay_tell_what_the_slowest_rank_took(relay: MemoryRelay) -> None:
+    trainer = Trainer(relay, LAYOUTS["tp2 pp2"])
+    reports = trainer.publish(1, STATES[1])
+    taken = {(report.encode_ms, report.verify_ms) for report in reports}
+    assert len(taken) == 1
+    encode_ms, verify_ms = taken.pop()
+    assert encode_ms > 0
+    assert verify_ms > 0
+    assert all(report.push_ms > 0 for report in reports)
+    [told] = relay.vault.stat(JOB).committed
+    assert told.encode_ms == pytest.approx(encode_ms + verify_ms)
+    [again, *_] = trainer.publish(1, STATES[1])
+    assert (again.repeated, again.encode_ms, again.verify_ms) == (True, 0.0, 0.0)
+    trainer.close()
+
+
+def test_what_no_rank_can_do_is_refused(relay: MemoryRelay) -> None:
+    with pytest.raises(ValueError, match="squash_every"):
+        Trainer(relay, LAYOUTS["tp2"], squash_every=2)
 
 
 @pytest.mark.parametrize("layout", ["tp2", "pp2", "dp3"])
