@@ -45,6 +45,8 @@ _BUILT_IN = {
     "explain": "rose.cli.explain:app",
     "weights": "rose.cli.weights:app",
     "version": "rose.cli.version:app",
+    "man": "rose.cli.manual:man_app",
+    "completion": "rose.cli.manual:completion_app",
 }
 _SUMMARY = {
     "init": "Write a commented rose.toml.",
@@ -65,6 +67,8 @@ _SUMMARY = {
     "explain": "Say why a gate is closed, a request was late, a turn went where it did.",
     "weights": "List, check, pull, compare, publish weight versions; take them back.",
     "version": "Show the versions of ROSE and of what it runs on.",
+    "man": "Print the manual page.",
+    "completion": "Print the completion of a shell.",
     "doctor": "Check this host: what it lacks, and what to do about it.",
     "scheduler": "Run rose-scheduler with its gateway.",
     "relay": "Run the relay that weight versions go through.",

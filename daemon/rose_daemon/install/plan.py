@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from rose.cli.manual import Shell, manual, pages, script
 from rose.cli.template import render
 from rose.errors import ConfigError
 
@@ -25,6 +26,8 @@ UNITS = {"rosed": "rosed.service", "scheduler": "rose-scheduler.service", "relay
 UNIT_DIRECTORY = PurePosixPath("/etc/systemd/system")
 SYSUSERS = PurePosixPath("/etc/sysusers.d/rose.conf")
 TMPFILES = PurePosixPath("/etc/tmpfiles.d/rose.conf")
+MANUAL = PurePosixPath("/usr/local/share/man/man1/rose.1")
+COMPLETION = PurePosixPath("/etc/bash_completion.d/rose")
 
 
 class Target(NamedTuple):
@@ -101,12 +104,15 @@ def targets(daemons: tuple[str, ...], binaries: Path, config: PurePosixPath = CO
         raw = (source / name).read_text(encoding="utf-8")
         return raw.replace("@BIN@", str(binaries)).replace("@CONFIG@", str(config)).encode()
 
+    found = pages()
     units = [Target(UNIT_DIRECTORY / UNITS[daemon], text(UNITS[daemon])) for daemon in daemons]
     return [
         Target(SYSUSERS, text("sysusers.conf")),
         Target(TMPFILES, text("tmpfiles.conf")),
         Target(config, render().encode(), keep=True),
         Target(PurePosixPath("/etc/rose/rose.env"), text("rose.env"), mode=0o640, keep=True),
+        Target(MANUAL, manual(found).encode()),
+        Target(COMPLETION, script(Shell.bash, found).encode()),
         *units,
     ]
 

@@ -11,7 +11,7 @@ from rose.config import load
 from rose_daemon.scheduler.process import run
 from rose_daemon.service import logs
 
-app = typer.Typer(add_completion=False, help="Run rose-scheduler with its gateway.")
+app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 
 @app.command()
