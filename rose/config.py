@@ -64,6 +64,9 @@ class NodeConfig(_Section, frozen=True):
     """Threads that decode versions."""
     weights_keep: int = 4
     """Newest weight versions kept on disk as they came, beside those that engines still need."""
+    weights_stateful: bool = False
+    """Take versions as stateful deltas where the trainer offers them: some percent fewer bytes, for a byte
+    of memory for every weight."""
     weights_undo_max: int = 4
     """Weight versions that can be taken back without a download; 0 keeps no copy of the checkpoint."""
     metrics_port: int = 0

@@ -25,8 +25,10 @@ from rose.weights import boxes, tensorfile
 from rose.weights.bits import Bits, State, Words, word_dtype
 from rose.weights.boxes import Box
 from rose.weights.digests import digest
+from rose.weights.history import Ages, ChangeHistory
+from rose.weights.joining import Decoded, join
 from rose.weights.manifest import BUCKET_BYTES_MAX, Manifest, Parameter, Slice, tied_names
-from rose.weights.patches import Indices, Patch, digest_patched
+from rose.weights.patches import Patch, digest_patched
 
 Blob = bytes | memoryview | npt.NDArray[np.uint8]
 Fetch = Callable[[Slice], memoryview]
@@ -79,6 +81,8 @@ class Piece:
     target: Words
     base_digest: str | None = None
     target_digest: str | None = None
+    history: Ages | None = None
+    """How the elements of the base changed before; None: not to be used."""
 
     @property
     def unchanged(self) -> bool:
@@ -95,17 +99,21 @@ class CodedPieces:
     buckets: Mapping[str, bytes]
 
 
-def cut_pieces(name: str, base: Bits | None, target: Bits, coding: Coding) -> list[Piece]:
+def cut_pieces(
+    name: str, base: Bits | None, target: Bits, coding: Coding, history: Ages | None = None
+) -> list[Piece]:
     """A changed parameter as pieces to encode."""
     parts = boxes.cut(boxes.whole(target.shape), coding.slice_bytes_max // target.words.itemsize)
     if len(parts) == 1:
-        return [Piece(name, target.dtype, None, None if base is None else base.words, target.words)]
+        before = None if base is None else base.words
+        return [Piece(name, target.dtype, None, before, target.words, history=history)]
     found = []
     for box in parts:
         before = None if base is None else boxes.take(base.words, base.shape, box)
         after = boxes.take(target.words, target.shape, box)
         before_digest = None if before is None else digest(before)
-        found.append(Piece(name, target.dtype, box, before, after, before_digest, digest(after)))
+        past = None if history is None else boxes.take(history, target.shape, box)
+        found.append(Piece(name, target.dtype, box, before, after, before_digest, digest(after), past))
     return found
 
 
@@ -173,7 +181,7 @@ def _groups(pieces: Sequence[Piece]) -> Iterator[list[int]]:
 
 
 def _encode_group(pieces: Sequence[Piece], coding: Coding) -> delta.EncodedGroup:
-    shards = [delta.Shard(piece.dtype, piece.base, piece.target) for piece in pieces]
+    shards = [delta.Shard(piece.dtype, piece.base, piece.target, piece.history) for piece in pieces]
     settings = delta.Settings(classes=coding.classes, threads=coding.threads)
     best = delta.encode_group(shards, settings)
     if best.tables and sum(piece.target.size for piece in pieces) <= _MEASURED_ELEMENTS_MAX:
@@ -200,23 +208,6 @@ def _fill(blobs: Iterable[tuple[int, bytes]]) -> Iterator[list[tuple[int, bytes]
 # ---- decode -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Decoded:
-    """A slice's new bits at local positions (None: all), in the coordinates of its box."""
-
-    indices: Indices | None
-    values: Words
-
-    def over(self, before: Words | None) -> Words:
-        """All bits of the slice."""
-        if self.indices is None:
-            return self.values
-        assert before is not None
-        after = before.copy()
-        after[self.indices] = self.values
-        return after
-
-
 def decode_coded(
     manifest: Manifest,
     fetch: Fetch,
@@ -225,14 +216,20 @@ def decode_coded(
     threads: int = 1,
     only: Callable[[Slice], bool] = lambda part: True,
     chunks: Mapping[Slice, Sequence[int]] = MappingProxyType({}),
+    history: ChangeHistory | None = None,
 ) -> list[Patch]:
     """Patches of the parameters in mode coded, in order of name, proven against their digests.
 
     `base` may be None for an anchor; with one, everything has to be of its form, and parameters that it lacks
     because they are tied to others are left out.  `only` tells which slices to decode, `chunks` of which of
-    them no more than some chunks, for which the base is proven and every chunk by its digest.  Raises
-    CorruptDelta or WrongBase; nothing is written.
+    them no more than some chunks, for which the base is proven and every chunk by its digest.  `history` is
+    that of the base, which stateful deltas take.  Raises CorruptDelta or WrongBase; nothing is written.
     """
+    if manifest.history and (history is None or not history.covers(manifest)):
+        raise WrongBase(
+            f"version {manifest.version} takes the changes of {manifest.history} versions before it",
+            "they were not seen here: take it in its other form",
+        )
     tables = [_read_tables(blob) for blob in manifest.tables]
     tied = frozenset() if base is None else tied_names(manifest, base)
     coded = (parameter for parameter in manifest.parameters if parameter.mode == "coded")
@@ -246,17 +243,17 @@ def decode_coded(
     for number in sorted({number for number, _, _ in work}):
         _require_form(parameters[number], base, anchor=manifest.base_version is None)
 
-    def decode(item: tuple[int, Parameter, Slice]) -> _Decoded:
+    def decode(item: tuple[int, Parameter, Slice]) -> Decoded:
         _, parameter, part = item
         before = None if base is None else base[parameter.name]
-        return _decode_slice(parameter, part, fetch(part), tables, before, chunks.get(part))
+        stateful = part.tables is not None and tables[part.tables].plan.stateful
+        past = _past(parameter, part, history, manifest.history) if stateful else None
+        return _decode_slice(parameter, part, fetch(part), tables, before, past, chunks.get(part))
 
-    parts: list[list[tuple[Slice, _Decoded]]] = [[] for _ in parameters]
+    parts: list[list[tuple[Slice, Decoded]]] = [[] for _ in parameters]
     for (number, _, part), decoded in zip(work, _share_out(decode, work, threads), strict=True):
         parts[number].append((part, decoded))
-    return [
-        _join(parameter, found, base) for parameter, found in zip(parameters, parts, strict=True) if found
-    ]
+    return [join(parameter, found, base) for parameter, found in zip(parameters, parts, strict=True) if found]
 
 
 def check_pieces(pieces: Sequence[Piece], coded: CodedPieces, *, threads: int = 1) -> None:
@@ -269,9 +266,8 @@ def check_pieces(pieces: Sequence[Piece], coded: CodedPieces, *, threads: int = 
             return
         blob = memoryview(coded.buckets[part.bucket])[part.offset : part.offset + part.length]
         where = f"{part.bucket}: {piece.name}"
-        after = _decode_blob(where, piece.dtype, piece.target.size, part, blob, tables, piece.base).over(
-            piece.base
-        )
+        elements, base = piece.target.size, piece.base
+        after = _decode_blob(where, piece.dtype, elements, part, blob, tables, base, piece.history).over(base)
         if not np.array_equal(after, piece.target):
             raise CorruptDelta(f"{where}: the encoded delta does not give the trainer's weights")
 
@@ -316,8 +312,9 @@ def _decode_slice(
     blob: memoryview,
     tables: Sequence[delta.GroupTables],
     base: Bits | None,
+    past: Ages | None,
     chunks: Sequence[int] | None,
-) -> _Decoded:
+) -> Decoded:
     where = _where(parameter, part)
     base_digest = parameter.base_digest if part.box is None else part.base_digest
     before = None
@@ -325,7 +322,7 @@ def _decode_slice(
         before = base.words if part.box is None else boxes.take(base.words, base.shape, part.box)
     elements = _elements(parameter, part)
     try:
-        decoded = _decode_blob(where, parameter.dtype, elements, part, blob, tables, before, chunks)
+        decoded = _decode_blob(where, parameter.dtype, elements, part, blob, tables, before, past, chunks)
     except CorruptDelta:
         if before is not None and digest(before) != base_digest:
             raise WrongBase(f"{where}: {_OTHER_BASE}") from None
@@ -354,15 +351,24 @@ def _decode_blob(
     blob: memoryview,
     tables: Sequence[delta.GroupTables],
     before: Words | None,
+    past: Ages | None,
     chunks: Sequence[int] | None = None,
-) -> _Decoded:
+) -> Decoded:
     if part.raw:
-        return _Decoded(None, np.frombuffer(blob, np.uint8).view(word_dtype(dtype)))
+        return Decoded(None, np.frombuffer(blob, np.uint8).view(word_dtype(dtype)))
     reader = _reader(where, dtype, elements, part, blob, tables, chunks)
     try:
-        return _Decoded(*reader.decode(before))
+        return Decoded(*reader.decode(before, past))
     except delta.CorruptDelta as error:
         raise CorruptDelta(f"{where}: {error}") from None
+
+
+def _past(parameter: Parameter, part: Slice, history: ChangeHistory | None, span: int) -> Ages | None:
+    """How a slice's elements changed in the last `span` versions."""
+    if history is None:
+        return None
+    ages = history.before(parameter.name, parameter.elements, span)
+    return ages if part.box is None else boxes.take(ages, parameter.shape, part.box)
 
 
 def _elements(parameter: Parameter, part: Slice) -> int:
@@ -391,42 +397,6 @@ def _reader(
 
 def _where(parameter: Parameter, part: Slice) -> str:
     return f"{part.bucket}: {parameter.name}" + ("" if part.box is None else f" {list(part.box)}")
-
-
-def _join(parameter: Parameter, found: Sequence[tuple[Slice, _Decoded]], base: State | None) -> Patch:
-    """The slices' new bits as one patch of the parameter."""
-    form = (parameter.name, parameter.dtype, parameter.shape)
-    (first, decoded), *more = found
-    if not more and first.box is None:
-        return Patch(*form, decoded.indices, decoded.values)
-    covered = sum(boxes.size_of(part.box) for part, _ in found if part.box is not None)
-    if covered == parameter.elements and all(each.indices is None for _, each in found):
-        words = np.empty(parameter.elements, word_dtype(parameter.dtype))
-        for part, each in found:
-            assert part.box is not None
-            boxes.put(words, parameter.shape, part.box, each.values)
-        return Patch(*form, None, words)
-    assert base is not None
-    before = base[parameter.name].words
-    indices, values = zip(*(_sparse(parameter, part, each, before) for part, each in found), strict=True)
-    return Patch(*form, *_ordered(np.concatenate(indices), np.concatenate(values)))
-
-
-def _sparse(parameter: Parameter, part: Slice, decoded: _Decoded, before: Words) -> tuple[Indices, Words]:
-    """A slice's changes at flat positions of the parameter."""
-    assert part.box is not None
-    local, values = decoded.indices, decoded.values
-    if local is None:
-        local = np.flatnonzero(boxes.take(before, parameter.shape, part.box) != values)
-        values = values[local]
-    return boxes.globalise(parameter.shape, part.box, local), values
-
-
-def _ordered(indices: Indices, values: Words) -> tuple[Indices, Words]:
-    if np.all(indices[1:] > indices[:-1]):
-        return indices, values
-    order = np.argsort(indices)
-    return indices[order], values[order]
 
 
 def _share_out(work: Callable[[_In], _Out], items: Sequence[_In], threads: int) -> Iterator[_Out]:

@@ -23,6 +23,7 @@ from rose.weights import coding, files, tensorfile
 from rose.weights import manifest as manifests
 from rose.weights.bits import ITEMSIZE, Bits, State, Words, word_dtype
 from rose.weights.digests import digest
+from rose.weights.history import ChangeHistory
 from rose.weights.manifest import (
     MANIFEST_BYTES_MAX,
     MANIFEST_NAME,
@@ -61,12 +62,14 @@ def decode_patches(
     base: State | None = None,
     *,
     threads: int = 1,
+    history: ChangeHistory | None = None,
 ) -> list[Patch]:
     """Patches of all changed parameters, in order of name, from the buckets' bytes.
 
     Sizes, digests, names, dtypes, lengths and index bounds are checked before anything is returned.
     `manifest` must come from `manifest.decode`.  Coded parameters take the base, unless the version is an
-    anchor, and are proven to give the promised bytes.  Raises CorruptDelta, WrongBase.
+    anchor, and are proven to give the promised bytes; stateful ones also take the history of the base.
+    Raises CorruptDelta, WrongBase.
     """
     opened = _open_buckets(manifest, buckets)
     patches = [
@@ -75,11 +78,13 @@ def decode_patches(
         if parameter.shards
     ]
     if manifest.coded:
-        patches += coding.decode_coded(manifest, _fetch_from(buckets), base, threads=threads)
+        patches += coding.decode_coded(manifest, _fetch_from(buckets), base, threads=threads, history=history)
     return sorted(patches, key=lambda patch: patch.name)
 
 
-def read_batches(directory: Path, base: State | None, *, threads: int = 1) -> Iterator[list[Patch]]:
+def read_batches(
+    directory: Path, base: State | None, *, threads: int = 1, history: ChangeHistory | None = None
+) -> Iterator[list[Patch]]:
     """`read_patches`, some parameters at a time: what a large version comes to is never held as a whole.
 
     Patches that were yielded are proven; a later batch may still raise.
@@ -98,7 +103,12 @@ def read_batches(directory: Path, base: State | None, *, threads: int = 1) -> It
                 held[name] = files.read_file(directory / name, named[name].size)
                 _open_bucket(manifest, named[name], held)
         yield coding.decode_coded(
-            manifest, _fetch_from(held), base, threads=threads, only=frozenset(batch).__contains__
+            manifest,
+            _fetch_from(held),
+            base,
+            threads=threads,
+            only=frozenset(batch).__contains__,
+            history=history,
         )
 
 

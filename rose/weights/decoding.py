@@ -19,6 +19,7 @@ from rose.weights import container, encoding, files
 from rose.weights import manifest as manifests
 from rose.weights.bits import Bits, State
 from rose.weights.digests import digest
+from rose.weights.history import ChangeHistory, Notes
 from rose.weights.manifest import MANIFEST_NAME, Manifest, Parameter, tied_names
 from rose.weights.patches import Patch, apply_patch
 
@@ -44,11 +45,13 @@ def patches_path(version_dir: Path) -> Path:
     return path
 
 
-def decode_staged(version_dir: Path, base: State, *, threads: int = 1) -> Path:
+def decode_staged(
+    version_dir: Path, base: State, *, threads: int = 1, history: ChangeHistory | None = None
+) -> Path:
     """Decode a staged version against its base, and answer the directory of its patches.
 
-    Where that is done already it costs reading them.  Raises WrongBase or CorruptDelta, OSError; then there
-    are no patches.
+    Where that is done already it costs reading them.  A history that is given takes the version in once it is
+    decoded.  Raises WrongBase or CorruptDelta, OSError; then there are no patches.
     """
     manifest = container.read_manifest(version_dir)
     if not manifest.coded:
@@ -60,7 +63,7 @@ def decode_staged(version_dir: Path, base: State, *, threads: int = 1) -> Path:
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir()
     try:
-        _decode_into(draft, version_dir, manifest, base, threads)
+        _decode_into(draft, version_dir, manifest, base, threads, history)
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
         raise
@@ -68,21 +71,34 @@ def decode_staged(version_dir: Path, base: State, *, threads: int = 1) -> Path:
     return draft.rename(final)
 
 
-def _decode_into(draft: Path, version_dir: Path, manifest: Manifest, base: State, threads: int) -> None:
+def _decode_into(
+    draft: Path,
+    version_dir: Path,
+    manifest: Manifest,
+    base: State,
+    threads: int,
+    history: ChangeHistory | None,
+) -> None:
     """Write the patches some parameters at a time, and the manifest when all are there."""
     tied = tied_names(manifest, base)
     left = {each.name: each for each in manifest.parameters if each.name not in tied}
     kept = encoding.DecodedVersion(manifest)
+    notes = Notes()
 
     def keep(patches: Sequence[Patch], digests: Mapping[str, tuple[str | None, str]]) -> None:
         for name, data in kept.add(patches, digests).items():
             files.write(draft / name, data, durable=False)
 
-    for batch in container.read_batches(version_dir, base, threads=threads):
+    for batch in container.read_batches(version_dir, base, threads=threads, history=history):
         mine = [patch for patch in batch if patch.name in left]
+        if history is not None and manifest.base_version is not None:
+            for patch in mine:
+                notes.add(patch, base[patch.name])
         keep(mine, {patch.name: _digests(left.pop(patch.name), base, patch) for patch in mine})
     keep((), {name: _digests(parameter, base, None) for name, parameter in left.items()})
     files.write(draft / MANIFEST_NAME, manifests.encode(kept.manifest()), durable=False)
+    if history is not None:
+        history.arrived(manifest, notes)
 
 
 class Overlay(Mapping[str, Bits]):

@@ -19,6 +19,7 @@ from rose.weights.bits import ITEMSIZE, Bits, State, Words, word_dtype
 from rose.weights.coding import Coding, Piece
 from rose.weights.container import EncodedVersion, metadata
 from rose.weights.digests import digest, digest_state, fingerprint
+from rose.weights.history import ChangeHistory
 from rose.weights.manifest import Bucket, Manifest, Mode, Origin, Parameter, Shard
 from rose.weights.patches import Indices, Patch
 from rose.weights.shards import Demand, Placement, plan_buckets
@@ -104,8 +105,12 @@ def encode_coded(
     base_digests: Mapping[str, str] | None = None,
     target_digests: Mapping[str, str] | None = None,
     how: Coding = coding.DEFAULT,
+    history: ChangeHistory | None = None,
 ) -> EncodedVersion:
-    """As `encode_version`, in the delta codec: the form in which versions travel."""
+    """As `encode_version`, in the delta codec: the form in which versions travel.
+
+    With the history of the base, which has to be that of `base_version`, it takes that to be decoded.
+    """
     if (base is None) != (base_version is None):
         raise ValueError("base and base_version go together")
     if base is None:
@@ -118,7 +123,8 @@ def encode_coded(
     counts: dict[str, int] = {}
     for name in sorted(target):
         if base_digests is None or base_digests[name] != target_digests[name]:
-            found = coding.cut_pieces(name, None if base is None else base[name], target[name], how)
+            past = None if history is None else history.before(name, target[name].words.size, history.span)
+            found = coding.cut_pieces(name, None if base is None else base[name], target[name], how, past)
             pieces += found
             counts[name] = len(found)
     encoded = coding.encode_pieces(pieces, how, metadata(job, version))
@@ -138,7 +144,8 @@ def encode_coded(
                 slices=mine,
             )
         )
-    form = _Form(job, version, base_version, base_digests, target_digests)
+    span = 0 if history is None or not pieces else history.span
+    form = _Form(job, version, base_version, base_digests, target_digests, history=span)
     return _seal(form, parameters, encoded.buckets, encoded.tables)
 
 
@@ -235,6 +242,7 @@ class _Form:
     target_digests: Mapping[str, str]
     undo: bool = False
     origin: Origin | None = None
+    history: int = 0
 
 
 def _encode(form: _Form, found: Mapping[str, _Change]) -> EncodedVersion:
@@ -299,6 +307,7 @@ def _manifest(
         parameters=tuple(parameters),
         buckets=tuple(buckets),
         tables=tables,
+        history=form.history,
         origin=form.origin,
     )
     return checked(made)

@@ -35,6 +35,7 @@ VERSION_MAX = (1 << 53) - 1
 """Versions stay exact in every JSON reader."""
 
 _SQUASHED = ".squashed"
+_STATEFUL = ".stateful"
 JOB_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}\Z"
 BUCKET_PATTERN = r"^bucket-[0-9]{5}\.safetensors\Z"
 _NAME_PATTERN = r"^[!#-\[\]-~]{1,512}\Z"
@@ -47,6 +48,8 @@ Mode = Literal["same", "coo", "dense", "coded"]
 SLICES_MAX = 4096
 """Slices of one parameter."""
 TABLES_BYTES_MAX = 1 << 16
+HISTORY_MAX = 7
+"""Versions of which the changes may be needed to decode one."""
 _Require = Callable[[bool, str], None]
 
 
@@ -162,6 +165,8 @@ class Manifest(_Record, frozen=True, kw_only=True):
     buckets: tuple[Bucket, ...]
     tables: tuple[Annotated[bytes, msgspec.Meta(max_length=TABLES_BYTES_MAX)], ...] = ()
     """Tables of the delta codec that slices name."""
+    history: Annotated[int, msgspec.Meta(ge=0, le=HISTORY_MAX)] = 0
+    """How many versions, up to the base, it takes to know the changes of (`rose.weights.history`)."""
     origin: Origin | None = None
     """Set on a host that decoded the version; never sent."""
 
@@ -228,6 +233,8 @@ def check(manifest: Manifest) -> None:
     )
     if not follows:
         raise CorruptDelta(f"version {manifest.version} cannot be built on version {base}")
+    if manifest.history and (manifest.undo or base is None or not manifest.coded):
+        raise CorruptDelta("manifest: a history where none is of use")
     names = [parameter.name for parameter in manifest.parameters]
     if any(first >= second for first, second in itertools.pairwise(names)):
         raise CorruptDelta("manifest: parameters are not in order of name, or named twice")
@@ -254,9 +261,19 @@ def squashed_job(job: JobId) -> JobId:
     return JobId(job + _SQUASHED)
 
 
+def is_squashed(job: JobId) -> bool:
+    """Whether versions under this name are squashed deltas."""
+    return job.endswith(_SQUASHED)
+
+
+def stateful_job(job: JobId) -> JobId:
+    """Under which name a job's stateful deltas lie at the relay: see `rose.weights.stateful`."""
+    return JobId(job + _STATEFUL)
+
+
 def main_job(job: JobId) -> JobId:
-    """The job that a version belongs to, squashed or not."""
-    return JobId(job.removesuffix(_SQUASHED))
+    """The job that a version belongs to, in whatever form it came."""
+    return JobId(job.removesuffix(_SQUASHED).removesuffix(_STATEFUL))
 
 
 def valid_job(job: str) -> bool:

@@ -14,6 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Self, TypedDict, TypeVar, Unpack
 
+import msgspec
+
 from rose.closing import Closing
 from rose.config import RelayConfig
 from rose.errors import CorruptDelta, RoseError, VersionConflict
@@ -25,6 +27,7 @@ from rose.weights.coding import DEFAULT, Coding
 from rose.weights.container import EncodedVersion
 from rose.weights.digests import digest_state
 from rose.weights.manifest import Bucket
+from rose.weights.offers import withdraw_oldest
 from rose.weights.patches import Patch, write_patch
 from rose.weights.relay import JobStat, RelayFull
 from rose.weights.relay.blocking import BlockingRelay
@@ -32,6 +35,7 @@ from rose.weights.relay.connecting import connect
 from rose.weights.relay.ranges import PARALLEL
 from rose.weights.reports import PublishReport, report_of, timed_ms
 from rose.weights.shortcuts import Shortcuts
+from rose.weights.stateful import StatefulDeltas
 
 _COMMIT_ROUNDS_MAX = 3
 """Pushes of one version before giving up: a relay that restarts meanwhile loses what was staged."""
@@ -59,6 +63,10 @@ class Options(TypedDict, total=False):
     squash_every: int | None
     """n: for each version divisible by n offer one delta from the last such version too, where that is fewer
     bytes than the versions between; takes another copy of the model in host memory.  None: never."""
+    stateful: bool
+    """Offer each version also coded with what changed in the versions before, to hosts with
+    `node.weights_stateful`: some percent fewer bytes, for another encoding and a byte of host memory per
+    element; False."""
 
 
 class Publisher(Closing):
@@ -98,6 +106,7 @@ class Publisher(Closing):
         squash_every = options.get("squash_every")
         self._shortcuts = Shortcuts(relay, job, squash_every, self._coding) if squash_every else None
         self._begin_shortcuts()
+        self._stateful = StatefulDeltas(relay, job, self._coding) if options.get("stateful") else None
         self._anchor_bytes = 0
         """Size of the last anchor; what the next one will be like."""
 
@@ -176,10 +185,12 @@ class Publisher(Closing):
             )
         encode_ms, (encoded, digests) = timed_ms(lambda: self._encode(version, target))
         verify_ms, patches = timed_ms(lambda: self._decode_again(encoded))
+        stateful_ms, stateful_bytes = timed_ms(lambda: self._offer_stateful(encoded, target))
         self._unsettled = encoded
         push_ms, _ = timed_ms(lambda: self._push(encoded, encode_ms + verify_ms))
         self._advance(encoded, patches, digests)
-        return report_of(encoded.manifest, encode_ms=encode_ms, verify_ms=verify_ms, push_ms=push_ms)
+        report = report_of(encoded.manifest, encode_ms=encode_ms, verify_ms=verify_ms, push_ms=push_ms)
+        return msgspec.structs.replace(report, stateful_ms=stateful_ms, stateful_bytes=stateful_bytes)
 
     def heal(self) -> tuple[WeightVersion, ...]:
         """Push again what a restarted relay has lost; answers those versions.
@@ -247,6 +258,10 @@ class Publisher(Closing):
             version = bases[version]
         return version not in (None, self._base_version)
 
+    def _offer_stateful(self, encoded: EncodedVersion, target: State) -> int:
+        """Before the version is committed, as hosts look for the offer when they hear of the version."""
+        return 0 if self._stateful is None else self._stateful.offer(encoded, self._held, target)
+
     def _push(self, encoded: EncodedVersion, encode_ms: float | None = None) -> None:
         """Have the relay commit a version, whatever is there of it already."""
         manifest = encoded.manifest
@@ -298,8 +313,11 @@ class Publisher(Closing):
                         raise
 
     def _make_room(self, version: WeightVersion, *, anchor: bool) -> bool:
-        """Delete the oldest version that need not be kept; False if there is none."""
+        """Delete the oldest offer, or else version, that need not be kept; False if there is none."""
         stat = self._relay.stat(self._job)
+        if nbytes := withdraw_oldest(self._relay, self._job, version):
+            self._await_room(stat.used_bytes - nbytes)
+            return True
         droppable = [
             each
             for each in (stat.versions if anchor else stat.versions[: -self._keep])
@@ -345,6 +363,9 @@ class Publisher(Closing):
 
     def _advance(self, encoded: EncodedVersion, patches: Iterable[Patch], digests: Mapping[str, str]) -> None:
         """The version is committed: it is the next base."""
+        patches = list(patches)
+        if self._stateful is not None:
+            self._stateful.published(encoded.manifest, patches, self._held)
         for patch in patches:
             write_patch(self._held[patch.name], patch)
         self._digests = dict(digests)

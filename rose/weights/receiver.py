@@ -11,7 +11,7 @@ import fcntl
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,10 +42,17 @@ class Pulled:
 
 
 async def pull(
-    relay: Relay, job: JobId, version: WeightVersion, directory: Path, *, timeout_s: float = 600
+    relay: Relay,
+    job: JobId,
+    version: WeightVersion,
+    directory: Path,
+    *,
+    timeout_s: float = 600,
+    check: Callable[[Manifest], None] = lambda manifest: None,
 ) -> Pulled:
     """Stage a committed version as `directory` (`WeightStore.destination`).
 
+    `check` sees the manifest before anything else is fetched, and raises what the pull then raises.
     Repeating it costs a look at the manifest and a check of the files; other files of that name are replaced.
     If the relay restarts meanwhile, waits for the trainer to publish again.  Raises VersionGone, CorruptDelta
     (nothing is staged), RelayUnavailable, TimedOut, NotReady (another pull of it is at work).
@@ -54,18 +61,21 @@ async def pull(
     with _locked(directory.with_name(f".{directory.name}.lock")):
         try:
             async with asyncio.timeout(timeout_s):
-                return await _pull(relay, job, version, directory)
+                return await _pull(relay, job, version, directory, check)
         except TimeoutError:
             raise TimedOut(
                 f"version {version} of {job} could not be pulled within {timeout_s:.0f} s"
             ) from None
 
 
-async def _pull(relay: Relay, job: JobId, version: WeightVersion, directory: Path) -> Pulled:
+async def _pull(
+    relay: Relay, job: JobId, version: WeightVersion, directory: Path, check: Callable[[Manifest], None]
+) -> Pulled:
     began_ns = time.monotonic_ns()
     committed = await _manifest(relay, job, version)
     if committed.manifest.undo:
         raise CorruptDelta(f"version {version} of {job} leads backwards: it is no trainer's")
+    check(committed.manifest)
     pulled_ns = time.monotonic_ns()
     if not await asyncio.to_thread(_holds, directory, committed.manifest):
         partial = directory.with_name(f".{directory.name}.partial")

@@ -34,6 +34,10 @@ class PublishReport(msgspec.Struct, frozen=True, kw_only=True):
     verify_ms: float
     """Decoding it again and comparing with what the trainer gave; with several ranks, of the slowest."""
     push_ms: float
+    stateful_ms: float = 0.0
+    """Encoding, checking and pushing the stateful delta, if asked for."""
+    stateful_bytes: int = 0
+    """Its size; 0 where none was offered."""
     repeated: bool = False
     """The version was published before with the same bytes."""
 

@@ -86,7 +86,7 @@ class ShardedPublisher(Closing):
     The tensors given are this rank's: DTensors, or plain tensors of the shape that `sharding` says this
     rank holds.  `Options` lists the keywords; `keep` is not used, as after a restart of the relay or of the
     trainer the next version is an anchor.  Costs a copy of what this rank pushes, in host memory.
-    Raises ValueError for squash_every, which takes all of the weights in one place.
+    Raises ValueError for squash_every and stateful, which are for Publisher alone.
     """
 
     def __init__(
@@ -102,8 +102,8 @@ class ShardedPublisher(Closing):
         **options: Unpack[Options],
     ) -> None:
         sharding.require_whole()
-        if options.get("squash_every") is not None:
-            raise ValueError("squash_every is for Publisher: no rank holds all of the weights")
+        if options.get("squash_every") is not None or options.get("stateful"):
+            raise ValueError("squash_every and stateful are options of Publisher alone")
         self._relay = relay
         self._job = job
         self._sharding = sharding

@@ -12,14 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from rose.errors import RoseError
 from rose.units import JobId, WeightVersion
 from rose.weights import encoding
 from rose.weights.bits import State
 from rose.weights.coding import Coding
-from rose.weights.container import EncodedVersion
 from rose.weights.manifest import Manifest, squashed_job
-from rose.weights.relay import RelayFull
+from rose.weights.offers import offer
 from rose.weights.relay.blocking import BlockingRelay
 
 
@@ -67,20 +65,7 @@ class Shortcuts:
                 target_digests=digests,
                 how=self._how,
             )
-            if squashed.manifest.delta_bytes < self._chain_bytes and self._push(squashed):
+            if squashed.manifest.delta_bytes < self._chain_bytes and offer(self._relay, squashed):
                 offered = squashed.manifest.delta_bytes
         self.begin(manifest.version, state, digests)
         return offered
-
-    def _push(self, squashed: EncodedVersion) -> bool:
-        manifest = squashed.manifest
-        try:
-            for bucket in manifest.buckets:
-                data = squashed.buckets[bucket.name]
-                self._relay.put_bucket(self._job, manifest.version, bucket.name, data, bucket.digest)
-            return not self._relay.commit(self._job, manifest.version, manifest)
-        except RelayFull:
-            self._relay.abort(self._job, manifest.version)
-            return False
-        except RoseError:
-            return False

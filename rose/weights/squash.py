@@ -15,7 +15,7 @@ import numpy as np
 from rose.errors import NotFound, WrongBase
 from rose.weights import container, encoding
 from rose.weights.container import EncodedVersion
-from rose.weights.manifest import Manifest
+from rose.weights.manifest import Manifest, main_job
 from rose.weights.patches import Patch, check_base
 
 
@@ -57,7 +57,7 @@ def merge(earlier: Patch, later: Patch) -> Patch:
 
 
 def _check_follows(before: Manifest, manifest: Manifest) -> None:
-    if manifest.version <= before.version or (manifest.job, manifest.undo) != (before.job, False):
+    if manifest.version <= before.version or main_job(manifest.job) != main_job(before.job) or manifest.undo:
         raise WrongBase(f"version {manifest.version} does not follow version {before.version}")
     if manifest.base_version not in (None, before.version):
         raise WrongBase(

@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Container
 from pathlib import Path
 
-from rose.errors import ConfigError, NotFound, WrongBase
+from rose.errors import ConfigError, CorruptDelta, NotFound, WrongBase
 from rose.units import JobId, WeightVersion
 from rose.weights import container, files
 from rose.weights.manifest import VERSION_MAX, Manifest, valid_job
@@ -53,6 +53,13 @@ class WeightStore:
     def manifest(self, job: JobId, version: WeightVersion) -> Manifest:
         """The manifest of a staged version.  Raises NotFound, CorruptDelta."""
         return container.read_manifest(self.path(job, version))
+
+    def holds(self, manifest: Manifest) -> bool:
+        """Whether the very version is staged."""
+        try:
+            return self.manifest(manifest.job, manifest.version) == manifest
+        except (NotFound, CorruptDelta):
+            return False
 
     def chain(self, job: JobId, held: WeightVersion, target: WeightVersion) -> list[Path]:
         """Directories to apply in order to go from `held` to `target`; an anchor on the way starts afresh.

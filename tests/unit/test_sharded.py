@@ -182,9 +182,10 @@ def test_all_ranks_and_the_relay_tell_what_the_slowest_rank_took(relay: MemoryRe
     trainer.close()
 
 
-def test_what_no_rank_can_do_is_refused(relay: MemoryRelay) -> None:
-    with pytest.raises(ValueError, match="squash_every"):
-        Trainer(relay, LAYOUTS["tp2"], squash_every=2)
+@pytest.mark.parametrize("option", [{"squash_every": 2}, {"stateful": True}])
+def test_what_no_rank_can_do_is_refused(relay: MemoryRelay, option: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=next(iter(option))):
+        Trainer(relay, LAYOUTS["tp2"], **option)
 
 
 @pytest.mark.parametrize("layout", ["tp2", "pp2", "dp3"])

@@ -34,8 +34,8 @@ def flipping(versions: int, same_elements: bool) -> list[State]:
     return states
 
 
-def publish(relay: MemoryRelay, states: list[State], every: int = 4) -> Publisher:
-    publisher = Publisher(BlockingRelay(relay), JOB, states[0], squash_every=every)
+def publish(relay: MemoryRelay, states: list[State], every: int = 4, keep: int = 4) -> Publisher:
+    publisher = Publisher(BlockingRelay(relay), JOB, states[0], squash_every=every, keep=keep)
     for version, state in enumerate(states[1:], 1):
         publisher.publish(WeightVersion(version), state)
     return publisher
@@ -107,6 +107,22 @@ def test_a_publisher_that_resumes_goes_on_from_where_it_is() -> None:
         resumed.publish(WeightVersion(version), states[version])
     assert shortcuts(relay) == [(4, 0), (8, 5)]
     resumed.close()
+
+
+def test_a_large_version_has_the_room_that_offers_took() -> None:
+    """It is the publisher that has to delete them: a relay evicts nothing that is committed."""
+    relay, states = MemoryRelay(), flipping(20, same_elements=True)
+    publisher = publish(relay, states, keep=100)
+    before = shortcuts(relay)
+    stat = asyncio.run(relay.stat(SQUASHED))
+    large = np.random.default_rng(2).integers(0, 1 << 16, 1 << 16).astype("<u2")
+    relay.vault.capacity_bytes = stat.used_bytes + large.nbytes
+    publisher.publish(WeightVersion(21), {"w": Bits("BF16", large.shape, large)})
+    left = shortcuts(relay)
+    assert left == before[len(before) - len(left) :], "the oldest go first"
+    assert len(left) < len(before)
+    assert asyncio.run(relay.stat(JOB)).versions == tuple(range(1, 22))
+    publisher.close()
 
 
 def test_one_version_is_no_chain() -> None:

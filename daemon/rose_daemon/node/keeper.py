@@ -29,8 +29,9 @@ from rose.weights.bits import State
 from rose.weights.checkpoint import open_checkpoint
 from rose.weights.decoding import Overlay, decode_staged, manifest_digest, patches_path
 from rose.weights.digests import digest_state
+from rose.weights.history import ChangeHistory
 from rose.weights.hostcopy import HostCopy, Undo
-from rose.weights.manifest import Manifest, squashed_job
+from rose.weights.manifest import Manifest, squashed_job, stateful_job
 from rose.weights.relay import Relay
 from rose.weights.store import WeightStore, version_name
 
@@ -67,6 +68,8 @@ class CopyKeeper:
         self._relay = relay
         self._emit = emit
         self._shelf = VersionShelf()
+        self.history = ChangeHistory() if config.node.weights_stateful else None
+        """What the versions that were decoded here changed; None: not kept."""
         self._copy: HostCopy | None = None
         self._known = False
         """The version that the copy holds is the job's, not that of an earlier run."""
@@ -183,7 +186,7 @@ class CopyKeeper:
         refused = WrongBase(f"version {manifest.version} of {self._job}: this host holds no base of it")
         for base in self._bases(manifest.base_version):
             try:
-                return decode_staged(version_dir, base, threads=self._threads)
+                return decode_staged(version_dir, base, threads=self._threads, history=self.history)
             except WrongBase as error:
                 refused = error
         raise refused
@@ -322,7 +325,7 @@ class CopyKeeper:
         return Source(copy.checkpoint, copy.version, copy.digests) if self._known else None
 
     async def _relay_confirms(self, copy: HostCopy) -> bool:
-        for job in (self._job, squashed_job(self._job)):
+        for job in (self._job, stateful_job(self._job), squashed_job(self._job)):
             with contextlib.suppress(TimeoutError, RoseError):
                 async with asyncio.timeout(_ASK_RELAY_S):
                     committed = await self._relay.manifest(job, copy.version)

@@ -29,11 +29,12 @@ from rose.core.events import (
 )
 from rose.core.shelf import Staged
 from rose.errors import CorruptDelta, RoseError, WrongBase
-from rose.units import NS_PER_MS, WeightVersion
+from rose.units import NS_PER_MS, JobId, WeightVersion
 from rose.weights import receiver
 from rose.weights.inspection import changes
-from rose.weights.manifest import VERSION_MAX, squashed_job
-from rose.weights.relay import Relay, VersionStat
+from rose.weights.manifest import VERSION_MAX, Manifest, squashed_job, stateful_job
+from rose.weights.relay import Relay, VersionGone, VersionStat
+from rose.weights.stateful import require_same_weights
 from rose.weights.store import WeightStore
 from rose_daemon.node.engines import Engines
 from rose_daemon.node.keeper import CopyKeeper
@@ -140,14 +141,9 @@ class WeightAgent:
     async def pull(self, order: PullVersion) -> None:
         """Stage a version; VersionStaged or VersionStageFailed follows."""
         try:
-            directory = self._store.destination(order.job, order.version)
-            job = squashed_job(order.job) if order.squashed else order.job
-            pulled = await receiver.pull(
-                self._relay, job, order.version, directory, timeout_s=self._timeout_s
+            staged = await self._stage_stateful(order) or await self._stage(
+                order, squashed_job(order.job) if order.squashed else order.job
             )
-            began_ns = self._clock_ns()
-            patches = await self._keeper.decode(pulled.path)
-            decode_ms = (self._clock_ns() - began_ns) / NS_PER_MS
         except CorruptDelta as error:
             self._stage_failed(order, f"corrupt_version: {error.what}")
         except WrongBase as error:
@@ -157,10 +153,48 @@ class WeightAgent:
         except OSError as error:
             self._stage_failed(order, f"store: {error}")
         else:
+            pulled, patches, decode_ms = staged
             base_version = pulled.manifest.base_version
             self._note_staging(pulled, decode_ms)
             self._emit(VersionStaged(order.job, order.version, base_version, str(patches)))
             self._keeper.staged(Staged(order.version, base_version, str(patches)))
+
+    async def _stage(
+        self, order: PullVersion, job: JobId, check: Callable[[Manifest], None] = lambda manifest: None
+    ) -> tuple[receiver.Pulled, Path, float]:
+        """Pull what lies under `job` and decode it: the directory of patches, the ms that decoding took."""
+        directory = self._store.destination(order.job, order.version)
+        pulled = await receiver.pull(
+            self._relay, job, order.version, directory, timeout_s=self._timeout_s, check=check
+        )
+        began_ns = self._clock_ns()
+        patches = await self._keeper.decode(pulled.path)
+        return pulled, patches, (self._clock_ns() - began_ns) / NS_PER_MS
+
+    async def _stage_stateful(self, order: PullVersion) -> tuple[receiver.Pulled, Path, float] | None:
+        """The version in its stateful form, if there is one and this host remembers enough to decode it.
+
+        It must promise what the version does: an offer may be left over from an attempt that failed.
+        """
+        history = self._keeper.history
+        if order.squashed or history is None or not history.span:
+            return None
+        version = (await self._relay.manifest(order.job, order.version)).manifest
+        if await asyncio.to_thread(self._store.holds, version):
+            return None
+
+        def check(offered: Manifest) -> None:
+            require_same_weights(offered, version)
+            if not history.covers(offered):
+                raise WrongBase(f"version {order.version} takes a history that this host does not have")
+
+        try:
+            return await self._stage(order, stateful_job(order.job), check)
+        except VersionGone:
+            return None
+        except (CorruptDelta, WrongBase) as error:
+            log.info("stateful delta is not used", code="stateful_unused", reason=error.what)
+            return None
 
     async def apply(self, order: ApplyVersion) -> None:
         """Update an engine and check its digests; WeightsApplied or WeightsRefused follows."""
