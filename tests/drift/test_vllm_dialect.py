@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from typing import Any
 
@@ -87,3 +88,15 @@ def test_the_endpoints_are_vllms() -> None:
     answered = {"/pause", "/resume", "/is_paused", "/abort_requests", "/weight_info", "/get_world_size"}
     answered |= {"/finish_weight_update", "/update_weight_version"}
     assert paths == answered | {f"/{name}" for name in VLLM_REFUSED if name not in ("sleep", "wake_up")}
+
+
+def test_an_engine_takes_the_trace_context_that_the_gateway_sends() -> None:
+    tracing = importlib.import_module("vllm.tracing")
+    sent = {"traceparent": f"00-{'a' * 32}-{'b' * 16}-01", "tracestate": "v=1"}
+    assert tracing.extract_trace_headers(sent | {"x-request-id": "r"}) == sent
+    context = importlib.import_module("opentelemetry.trace").get_current_span(
+        tracing.extract_trace_context(sent)
+    )
+    assert context.get_span_context().trace_id == int("a" * 32, 16)
+    engine = importlib.import_module("vllm.engine.arg_utils").AsyncEngineArgs
+    assert "otlp_traces_endpoint" in {field.name for field in dataclasses.fields(engine)}

@@ -21,6 +21,7 @@ from rose_daemon.node.engines import free_port
 from rose_daemon.service.tokens import Scope, make_token
 from test_rosed_process import DEDICATED, OPPORTUNISTIC, Host, ready, until
 
+from rose import wire
 from rose.boards import BoardReader
 from rose.client import Scheduler
 from rose.core.readings import GateMode, GatePolicy
@@ -101,6 +102,52 @@ def test_rosed_is_ready_when_it_works_and_beats_from_its_loop(host: Host, manage
     host.process.terminate()
     manager.wait_for("STOPPING=1")
     assert host.process.wait(LIMIT_S) == 0
+
+
+def test_rosed_takes_the_socket_that_systemd_holds(host: Host) -> None:
+    host.write()
+    held = socket.socket(socket.AF_UNIX)
+    held.bind(str(host.socket))
+    held.listen()
+    early = socket.socket(socket.AF_UNIX)
+    early.settimeout(LIMIT_S)
+    early.connect(str(host.socket))  # before anybody is there to answer
+    early.sendall(wire.pack_line(wire.StatusRequest()))
+    # What execs keeps its pid, and has the socket as its descriptor 3.
+    start = 'export LISTEN_PID=$$ LISTEN_FDS=1; exec "$@" 3<&"$HELD"'
+    with host.errors.open("w") as errors:
+        host.process = subprocess.Popen(
+            ["bash", "-c", start, "bash", *host.command("--engine-builder", "engine_builders:mock")],
+            env=host.environ | {"HELD": str(held.fileno())},
+            pass_fds=(held.fileno(),),
+            stderr=errors,
+        )
+    with early, early.makefile("rb") as stream:
+        assert wire.unpack_reply(stream.readline()).body is not None, host.explain()
+    until(ready(host, DEDICATED), host.explain)
+    environs = [Path(f"/proc/{pid}/environ").read_bytes() for pid in host.children()]
+    assert environs
+    assert not [each for each in environs if b"LISTEN_" in each], "what is ours to listen on is no engine's"
+    host.process.terminate()
+    assert host.process.wait(LIMIT_S) == 0, host.explain()
+    assert host.socket.is_socket(), "systemd goes on listening there"
+    held.close()
+
+
+def test_rosed_refuses_a_socket_that_is_not_its_own(host: Host, tmp_path: Path) -> None:
+    host.write()
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(str(tmp_path / "other"))
+        other.listen()
+        start = 'export LISTEN_PID=$$ LISTEN_FDS=1; exec "$@" 3<&"$HELD"'
+        ended = subprocess.run(
+            ["bash", "-c", start, "bash", *host.command("--engine-builder", "engine_builders:mock")],
+            env=host.environ | {"HELD": str(other.fileno())},
+            pass_fds=(other.fileno(),),
+            capture_output=True, text=True, timeout=LIMIT_S, check=False,
+        )  # fmt: skip
+    assert ended.returncode == Exit.USAGE
+    assert "rosed.socket must be node.control_socket" in ended.stderr
 
 
 def test_sighup_changes_the_gates_policy_and_refuses_what_is_wrong(host: Host, manager: Manager) -> None:

@@ -330,6 +330,40 @@ def test_a_unit_is_supervised_contained_and_not_root(unit: str) -> None:
     ).replace(" @resources @obsolete", "")
 
 
+def test_systemd_holds_the_control_socket_for_who_wants_it(root: Path, live: Callable[[], list[str]]) -> None:
+    with pytest.raises(ConfigError, match="goes with rosed"):
+        run("install", "relay", "--socket", "--root", str(root))
+    before = snapshot(root)
+    run("install", "rosed", "--root", str(root))
+    assert not (root / "etc/systemd/system/rosed.socket").exists()
+    config = root / "etc/rose/rose.toml"
+    text = config.read_text()
+    config.write_text(text.replace('control_socket = ""', 'control_socket = "/run/rose/control.sock"'))
+    run("install", "rosed", "--socket", "--enable", "--root", str(root))
+    unit = (root / "etc/systemd/system/rosed.socket").read_text()
+    assert "ListenStream=/run/rose/control.sock\nSocketUser=rose\n" in unit
+    assert "SocketMode=0600" in unit
+    assert "systemctl --no-reload enable rosed.socket" in live()
+    config.write_text(text)
+    run("uninstall", "--root", str(root))
+    stops = [line for line in live() if line.startswith("systemctl stop")]
+    assert stops == ["systemctl stop rosed.socket", "systemctl stop rosed.service"]
+    assert snapshot(root) == before
+
+
+def test_systemd_accepts_the_socket(tmp_path: Path) -> None:
+    if not shutil.which("systemd-analyze"):
+        pytest.skip("needs systemd-analyze")
+    for target in targets(("rosed",), Path("/bin"), control_socket=Path("/var/lib/rose/rosed.sock")):
+        if target.path.name in {"rosed.socket", "rosed.service"}:
+            (tmp_path / target.path.name).write_text(
+                target.content.decode().replace("/bin/rosed", "/bin/true")
+            )
+    argv = ["systemd-analyze", "verify", "--man=no", str(tmp_path / "rosed.socket")]
+    checked = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=60)
+    assert [line for line in checked.stderr.splitlines() if "rosed." in line] == []
+
+
 def test_the_unit_that_starts_engines_leaves_them_the_gpu() -> None:
     lines = texts()["rosed.service"].splitlines()
     for closed in ("PrivateDevices", "ProtectClock", "MemoryDenyWriteExecute", "DevicePolicy"):

@@ -19,6 +19,7 @@ from rose_daemon.install.machine import Machine
 from rose_daemon.install.plan import (
     CONFIG,
     RECORD,
+    SOCKET,
     SYSUSERS,
     TMPFILES,
     UNIT_DIRECTORY,
@@ -51,6 +52,10 @@ def install(
     dry_run: DryOption = False,
     root: RootOption = Path("/"),
     enable: Annotated[bool, typer.Option("--enable", help="Have them started at boot.")] = False,
+    activate: Annotated[
+        bool,
+        typer.Option("--socket", help="Have systemd hold rosed's control socket, and start rosed by it."),
+    ] = False,
 ) -> None:
     """Make ROSE's daemons services of this machine; say each thing that is done."""
     wanted = tuple(dict.fromkeys(daemons or ()))
@@ -59,12 +64,15 @@ def install(
         raise ConfigError(f"name what to install: {', '.join(UNITS)}", hint)
     if unknown := [name for name in wanted if name not in UNITS]:
         raise ConfigError(f"{unknown[0]!r} is no daemon of ROSE", f"one of {', '.join(UNITS)}")
+    if activate and "rosed" not in wanted:
+        raise ConfigError("--socket goes with rosed")
     machine = Machine(root, print, dry=dry_run)
     before = read_record(machine.at(RECORD))
-    plan = [
-        each for each in targets(wanted, Path(sys.executable).parent) if not _in_place(machine, each, before)
-    ]
-    record = _recorded(machine, before, plan, [UNITS[name] for name in wanted])
+    control_socket = _control_socket(machine.at(CONFIG)) if activate else None
+    files = targets(wanted, Path(sys.executable).parent, control_socket=control_socket)
+    plan = [each for each in files if not _in_place(machine, each, before)]
+    units = [*([SOCKET] if activate else []), *(UNITS[name] for name in wanted)]
+    record = _recorded(machine, before, plan, units)
     known = {each.unit for each in before.units}
     replaces_unit = any(each.path.parent == UNIT_DIRECTORY and machine.found(each.path) for each in plan)
     machine.keep_record(RECORD, record)
@@ -76,12 +84,12 @@ def install(
     machine.act("systemd-tmpfiles", "--create", str(TMPFILES), why="directories on tmpfs")
     if replaces_unit:
         _reload(machine)
-    for unit in (UNITS[name] for name in wanted):
+    for unit in units:
         if enable:
             # A unit that systemd has not loaded yet needs no reload, and enabling must not do one unasked.
             machine.act("systemctl", "--no-reload", "enable", unit, why="started at boot")
     if not known:
-        machine.note(f"next: edit {machine.at(CONFIG)}, then `systemctl start {UNITS[wanted[0]]}`")
+        machine.note(f"next: edit {machine.at(CONFIG)}, then `systemctl start {units[0]}`")
 
 
 @uninstall_app.command()
@@ -95,7 +103,8 @@ def uninstall(
     record = read_record(machine.at(RECORD))
     if not record.release:
         raise NotFound(f"{machine.at(RECORD)} is not there: ROSE was not installed by `rose install`")
-    for unit in record.units:
+    # Sockets first: one would start the daemon anew that was stopped before it.
+    for unit in sorted(record.units, key=lambda each: not each.unit.endswith(".socket")):
         machine.act("systemctl", "stop", unit.unit, why="it ends its engines; serving goes on")
         if unit.enabled != "enabled":
             machine.act("systemctl", "--no-reload", "disable", unit.unit, why="as it was found")
@@ -109,6 +118,11 @@ def uninstall(
     for directory in reversed(record.directories):
         machine.remove_directory(directory)
     machine.note("kept: /var/lib/rose with its state, and the user rose, who owns it")
+
+
+def _control_socket(config: Path) -> Path:
+    """Where rosed listens by the configuration that is there, or else by the one that is installed."""
+    return (configuration.load(config, {}) if config.exists() else Config()).control_socket
 
 
 def _in_place(machine: Machine, target: Target, before: Record) -> bool:

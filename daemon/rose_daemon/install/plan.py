@@ -23,6 +23,8 @@ RECORD = PurePosixPath("/var/lib/rose-install/record.json")
 CONFIG = PurePosixPath("/etc/rose/rose.toml")
 UNITS = {"rosed": "rosed.service", "scheduler": "rose-scheduler.service", "relay": "rose-relay.service"}
 """Daemon -> its unit."""
+SOCKET = "rosed.socket"
+"""Unit of rosed's control socket, for who wants systemd to hold it."""
 UNIT_DIRECTORY = PurePosixPath("/etc/systemd/system")
 SYSUSERS = PurePosixPath("/etc/sysusers.d/rose.conf")
 TMPFILES = PurePosixPath("/etc/tmpfiles.d/rose.conf")
@@ -96,16 +98,28 @@ class Record(msgspec.Struct, frozen=True):
         return next((each for each in self.files if each.path == str(path)), None)
 
 
-def targets(daemons: tuple[str, ...], binaries: Path, config: PurePosixPath = CONFIG) -> list[Target]:
-    """Every file of these daemons; `binaries` is where `rose` and `rosed` are."""
+def targets(
+    daemons: tuple[str, ...],
+    binaries: Path,
+    config: PurePosixPath = CONFIG,
+    control_socket: Path | None = None,
+) -> list[Target]:
+    """Every file of these daemons.
+
+    `binaries` is where `rose` and `rosed` are, `control_socket` what systemd is to listen on for rosed.
+    """
     source = files(__package__) / "files"
 
     def text(name: str) -> bytes:
         raw = (source / name).read_text(encoding="utf-8")
-        return raw.replace("@BIN@", str(binaries)).replace("@CONFIG@", str(config)).encode()
+        words = {"@BIN@": binaries, "@CONFIG@": config, "@SOCKET@": control_socket}
+        for word, value in words.items():
+            raw = raw.replace(word, str(value))
+        return raw.encode()
 
     found = pages()
-    units = [Target(UNIT_DIRECTORY / UNITS[daemon], text(UNITS[daemon])) for daemon in daemons]
+    names = [*([SOCKET] if control_socket else []), *(UNITS[daemon] for daemon in daemons)]
+    units = [Target(UNIT_DIRECTORY / name, text(name)) for name in names]
     return [
         Target(SYSUSERS, text("sysusers.conf")),
         Target(TMPFILES, text("tmpfiles.conf")),

@@ -11,27 +11,34 @@ import msgspec
 
 from rose import wire
 from rose.errors import ConfigError, Exit, NotReady, RoseError
+from rose_daemon import sdnotify
 
 _IDLE_TIMEOUT_S = 30.0
 _CONNECTIONS_MAX = 32
 
 
 class ControlServer:
-    """Answers requests on a unix socket that only its owner may use (mode 0600)."""
+    """Answers requests on a unix socket that only its owner may use, its own or the service manager's."""
 
     def __init__(self, path: Path, answer: Callable[[wire.ControlRequest], Awaitable[wire.Reply]]) -> None:
         self._path = path
         self._answer = answer
         self._connections: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
+        self._owns_path = True
+        """The service manager made the socket otherwise, and keeps it."""
 
     async def start(self) -> None:
         """Listen.  Raises ConfigError for a path that is unusable, NotReady where another rosed answers."""
-        self._take_path()
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        inherited = sdnotify.inherited_socket(self._path)
+        self._owns_path = inherited is None
+        if self._owns_path:
+            self._take_path()
+        listener = inherited or socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            listener.bind(str(self._path))
-            self._path.chmod(0o600)  # before listen: nobody can have connected yet
+            if self._owns_path:
+                listener.bind(str(self._path))
+                self._path.chmod(0o600)  # before listen: nobody can have connected yet
             listener.setblocking(False)
             self._server = await asyncio.start_unix_server(
                 self._on_connection, sock=listener, limit=wire.MESSAGE_BYTES_MAX
@@ -48,7 +55,8 @@ class ControlServer:
         for task in self._connections:
             task.cancel()
         await asyncio.gather(*self._connections, return_exceptions=True)
-        self._path.unlink(missing_ok=True)
+        if self._owns_path:
+            self._path.unlink(missing_ok=True)
 
     def _take_path(self) -> None:
         """Remove the socket file of a dead rosed; refuse that of a living one."""
