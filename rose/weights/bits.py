@@ -128,8 +128,13 @@ def _from_numpy(array: npt.NDArray[Any]) -> Bits:
     return Bits(dtype, tuple(array.shape), little.view(word_dtype(dtype)))
 
 
+def torch_dtype(tensor: Any) -> str | None:
+    """The safetensors dtype name of a torch tensor; None if it has none."""
+    return _TORCH_NAMES.get(str(tensor.dtype).removeprefix("torch."))
+
+
 def _from_torch(tensor: Any, torch: Any) -> Bits:
-    dtype = _TORCH_NAMES.get(str(tensor.dtype).removeprefix("torch."))
+    dtype = torch_dtype(tensor)
     if dtype is None or tensor.layout != torch.strided:
         raise UnsupportedTensor(f"torch dtype {tensor.dtype} cannot be shipped")
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[ITEMSIZE[dtype]]

@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 from rose_kernels import delta
+from rose_kernels.delta.device import DeviceShard
 
 from rose.errors import CorruptDelta, WrongBase
 from rose.units import MIB
@@ -28,6 +29,7 @@ from rose.weights.digests import digest
 from rose.weights.history import Ages, ChangeHistory
 from rose.weights.joining import Decoded, join
 from rose.weights.manifest import BUCKET_BYTES_MAX, Manifest, Parameter, Slice, tied_names
+from rose.weights.ondevice import part_of
 from rose.weights.patches import Patch, digest_patched
 
 Blob = bytes | memoryview | npt.NDArray[np.uint8]
@@ -83,6 +85,8 @@ class Piece:
     target_digest: str | None = None
     history: Ages | None = None
     """How the elements of the base changed before; None: not to be used."""
+    distant: delta.DistantShard | None = None
+    """The same where base and target lie, to be compared there; not with a history."""
 
     @property
     def unchanged(self) -> bool:
@@ -100,20 +104,28 @@ class CodedPieces:
 
 
 def cut_pieces(
-    name: str, base: Bits | None, target: Bits, coding: Coding, history: Ages | None = None
+    name: str,
+    base: Bits | None,
+    target: Bits,
+    coding: Coding,
+    history: Ages | None = None,
+    distant: DeviceShard | None = None,
 ) -> list[Piece]:
-    """A changed parameter as pieces to encode."""
+    """A changed parameter as pieces to encode, `distant` being the same on a device."""
     parts = boxes.cut(boxes.whole(target.shape), coding.slice_bytes_max // target.words.itemsize)
     if len(parts) == 1:
         before = None if base is None else base.words
-        return [Piece(name, target.dtype, None, before, target.words, history=history)]
+        return [Piece(name, target.dtype, None, before, target.words, history=history, distant=distant)]
     found = []
+    first = 0  # pieces are runs
     for box in parts:
         before = None if base is None else boxes.take(base.words, base.shape, box)
         after = boxes.take(target.words, target.shape, box)
         before_digest = None if before is None else digest(before)
         past = None if history is None else boxes.take(history, target.shape, box)
-        found.append(Piece(name, target.dtype, box, before, after, before_digest, digest(after), past))
+        there = None if distant is None else part_of(distant, first, after.size)
+        found.append(Piece(name, target.dtype, box, before, after, before_digest, digest(after), past, there))
+        first += after.size
     return found
 
 
@@ -181,7 +193,9 @@ def _groups(pieces: Sequence[Piece]) -> Iterator[list[int]]:
 
 
 def _encode_group(pieces: Sequence[Piece], coding: Coding) -> delta.EncodedGroup:
-    shards = [delta.Shard(piece.dtype, piece.base, piece.target, piece.history) for piece in pieces]
+    shards = [
+        piece.distant or delta.Shard(piece.dtype, piece.base, piece.target, piece.history) for piece in pieces
+    ]
     settings = delta.Settings(classes=coding.classes, threads=coding.threads)
     best = delta.encode_group(shards, settings)
     if best.tables and sum(piece.target.size for piece in pieces) <= _MEASURED_ELEMENTS_MAX:

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from rose.weights.container import EncodedVersion, metadata
 from rose.weights.digests import digest, digest_state, fingerprint
 from rose.weights.history import ChangeHistory
 from rose.weights.manifest import Bucket, Manifest, Mode, Origin, Parameter, Shard
+from rose.weights.ondevice import Distant
 from rose.weights.patches import Indices, Patch
 from rose.weights.shards import Demand, Placement, plan_buckets
 
@@ -106,10 +108,12 @@ def encode_coded(
     target_digests: Mapping[str, str] | None = None,
     how: Coding = coding.DEFAULT,
     history: ChangeHistory | None = None,
+    distant: Distant = MappingProxyType({}),
 ) -> EncodedVersion:
     """As `encode_version`, in the delta codec: the form in which versions travel.
 
     With the history of the base, which has to be that of `base_version`, it takes that to be decoded.
+    Tensors that are `distant` too are compared where they lie.
     """
     if (base is None) != (base_version is None):
         raise ValueError("base and base_version go together")
@@ -124,7 +128,9 @@ def encode_coded(
     for name in sorted(target):
         if base_digests is None or base_digests[name] != target_digests[name]:
             past = None if history is None else history.before(name, target[name].words.size, history.span)
-            found = coding.cut_pieces(name, None if base is None else base[name], target[name], how, past)
+            before = None if base is None else base[name]
+            there = None if base is None else distant.get(name)
+            found = coding.cut_pieces(name, before, target[name], how, past, there)
             pieces += found
             counts[name] = len(found)
     encoded = coding.encode_pieces(pieces, how, metadata(job, version))

@@ -28,6 +28,7 @@ from rose.weights.container import EncodedVersion
 from rose.weights.digests import digest_state
 from rose.weights.manifest import Bucket
 from rose.weights.offers import withdraw_oldest
+from rose.weights.ondevice import DeviceBases, Distant, on_gpu, require_cupy
 from rose.weights.patches import Patch, write_patch
 from rose.weights.relay import JobStat, RelayFull
 from rose.weights.relay.blocking import BlockingRelay
@@ -67,6 +68,9 @@ class Options(TypedDict, total=False):
     """Offer each version also coded with what changed in the versions before, to hosts with
     `node.weights_stateful`: some percent fewer bytes, for another encoding and a byte of host memory per
     element; False."""
+    on_gpu: bool
+    """Compare CUDA tensors with the version before on their GPU, where another copy of them is kept, so that
+    only changes come to the host; takes CuPy (extra `gpu`).  False: they are copied to the host whole."""
 
 
 class Publisher(Closing):
@@ -107,6 +111,9 @@ class Publisher(Closing):
         self._shortcuts = Shortcuts(relay, job, squash_every, self._coding) if squash_every else None
         self._begin_shortcuts()
         self._stateful = StatefulDeltas(relay, job, self._coding) if options.get("stateful") else None
+        if options.get("on_gpu"):
+            require_cupy()
+        self._on_device = DeviceBases(on_gpu) if options.get("on_gpu") else None
         self._anchor_bytes = 0
         """Size of the last anchor; what the next one will be like."""
 
@@ -169,8 +176,8 @@ class Publisher(Closing):
         once the version is visible.  Raises VersionConflict, WrongBase (another model), UnsupportedTensor,
         RelayFull, RelayUnavailable, CorruptDelta (the encoder failed its own check; nothing was pushed).
         """
-        target = as_state(state)
         self.heal()
+        fetch_ms, (target, distant) = timed_ms(lambda: self._fetch(state))
         if version == self._version:
             return self._repeat(target)
         if version < self._version:
@@ -183,7 +190,8 @@ class Publisher(Closing):
                 f"the relay has version {self._newest_there} of {self._job}: nobody would take {version}",
                 "Publisher.resume goes on from there; a new run needs a job id of its own",
             )
-        encode_ms, (encoded, digests) = timed_ms(lambda: self._encode(version, target))
+        encode_ms, (encoded, digests) = timed_ms(lambda: self._encode(version, target, distant))
+        encode_ms += fetch_ms
         verify_ms, patches = timed_ms(lambda: self._decode_again(encoded))
         stateful_ms, stateful_bytes = timed_ms(lambda: self._offer_stateful(encoded, target))
         self._unsettled = encoded
@@ -214,11 +222,19 @@ class Publisher(Closing):
 
     # ---- inside ----
 
+    def _fetch(self, state: Mapping[str, object]) -> tuple[State, Distant]:
+        """The state in host memory, and what of it can be encoded where it lies."""
+        if self._on_device is None:
+            return as_state(state), {}
+        return self._on_device.compare(state, self._held)
+
     def _begin_shortcuts(self) -> None:
         if self._shortcuts is not None:
             self._shortcuts.begin(self._version, self._held, self._digests)
 
-    def _encode(self, version: WeightVersion, target: State) -> tuple[EncodedVersion, dict[str, str]]:
+    def _encode(
+        self, version: WeightVersion, target: State, distant: Distant
+    ) -> tuple[EncodedVersion, dict[str, str]]:
         digests = digest_state(target)
 
         def encode(*, anchor: bool) -> EncodedVersion:
@@ -231,6 +247,7 @@ class Publisher(Closing):
                 base_digests=self._digests,
                 target_digests=digests,
                 how=self._coding,
+                distant=distant,
             )
 
         if self._anchor_every is not None and version % self._anchor_every == 0:
@@ -366,6 +383,8 @@ class Publisher(Closing):
         patches = list(patches)
         if self._stateful is not None:
             self._stateful.published(encoded.manifest, patches, self._held)
+        if self._on_device is not None:
+            self._on_device.advance(patches)
         for patch in patches:
             write_patch(self._held[patch.name], patch)
         self._digests = dict(digests)

@@ -41,3 +41,19 @@ def test_damaged_inputs_under_sanitizers(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "encode and decode as expected" in done.stdout
     assert "no fault" in done.stdout
+
+
+def test_the_portable_kernels_built_for_arm64_give_the_same_bytes() -> None:
+    """Run under emulation: what was encoded on this machine decodes, and encodes to the same."""
+    if shutil.which("qemu-aarch64") is None or shutil.which("aarch64-linux-gnu-gcc") is None:
+        pytest.skip("qemu-aarch64 or its compiler is not installed")
+    done = subprocess.run(
+        [sys.executable, str(RUN), "--run-with", "qemu-aarch64", "--count", "200", "--seed", "4"],
+        env=environ() | {"CC": "aarch64-linux-gnu-gcc -static"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "encode and decode as expected" in done.stdout
+    assert "no fault" in done.stdout

@@ -1,6 +1,14 @@
 """The exponent-class delta codec.  The format is specified in docs/delta-format.md."""
 
-from rose_kernels.delta.codec import EncodedGroup, EncodedShard, Settings, Shard, ShardReader, encode_group
+from rose_kernels.delta.codec import (
+    DistantShard,
+    EncodedGroup,
+    EncodedShard,
+    Settings,
+    Shard,
+    ShardReader,
+    encode_group,
+)
 from rose_kernels.delta.elements import BY_NAME as FORMATS
 from rose_kernels.delta.errors import CorruptDelta
 from rose_kernels.delta.history import advance, new_history
@@ -13,6 +21,7 @@ __all__ = [
     "FORMATS",
     "ChunkPlace",
     "CorruptDelta",
+    "DistantShard",
     "EncodedGroup",
     "EncodedShard",
     "GroupTables",

@@ -33,7 +33,7 @@ class Device(Protocol):
     """Where arrays lie and kernels run, in order of the calls."""
 
     arrays: Any
-    """The module of its arrays, as CuPy is: empty, zeros, asarray, cumsum."""
+    """The module of its arrays, as CuPy is: empty, zeros, asarray, cumsum, flatnonzero."""
 
     def current(self) -> AbstractContextManager[object]:
         """Where arrays are made and kernels run while it is entered."""
