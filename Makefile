@@ -68,6 +68,7 @@ fuzz-delta: install  ## decode 200,000 damaged weight deltas under sanitizers (n
 audit: install  ## bandit over the sources, pip-audit over what is pinned (asks an index of vulnerabilities)
 	@tools/install.sh --list audit
 	$(RUN) bandit -q -ll -c pyproject.toml -r rose daemon kernels sim tools
+	@echo bandit: nothing above low
 	@tools/audit.sh
 
 sbom: install  ## write out/sbom.json, the CycloneDX bill of what is installed

@@ -130,6 +130,20 @@ def test_a_full_disk_costs_records_and_nothing_else(tmp_path: Path) -> None:
     store.close()
 
 
+def test_a_disk_that_became_read_only_costs_records_and_nothing_else(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    assert store.put_answer(JOB, "d", answer("before")) == 0
+    store._db.execute("PRAGMA query_only=ON")  # as SQLite finds the file of a disk that was mounted read-only
+    store.record(1, Tick(), [])
+    assert store.flush_journal() == 1
+    assert store.put_answer(JOB, "d", answer("t")) == 1
+    store.checkpoint()
+    assert store.answer(JOB, "before") is not None, "what is there is still read"
+    store._db.execute("PRAGMA query_only=OFF")
+    assert store.put_answer(JOB, "d", answer("t")) == 0
+    store.close()
+
+
 def test_a_directory_has_one_scheduler(tmp_path: Path) -> None:
     store = Store(tmp_path)
     with pytest.raises(NotReady, match="another scheduler"):

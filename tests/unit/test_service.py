@@ -310,9 +310,10 @@ def test_the_state_of_a_later_release_or_of_nobody_is_not_touched(tmp_path: Path
 class FullDisk:
     """Takes the first bytes of what is written, and then no more, until there is room again."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, number: int) -> None:
         self.path = path
         self.full = False
+        self.fault = OSError(number, os.strerror(number))
 
     name = "journal.jsonl"
 
@@ -326,12 +327,12 @@ class FullDisk:
             def write(self, data: bytes) -> int:
                 if disk.full:
                     file.write(data[: len(data) // 2])
-                    raise OSError(errno.ENOSPC, "No space left on device")
+                    raise disk.fault
                 return file.write(data)
 
             def flush(self) -> None:
                 if disk.full:
-                    raise OSError(errno.ENOSPC, "No space left on device")
+                    raise disk.fault
 
             def close(self) -> None:
                 file.close()
@@ -339,11 +340,12 @@ class FullDisk:
         return File()
 
 
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EIO, errno.EDQUOT])
 def test_a_full_disk_costs_entries_and_leaves_the_journal_readable(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     path = tmp_path / "journal.jsonl"
-    disk = FullDisk(path)
+    disk = FullDisk(path, number)
     journal = Journal(path, 1 << 20)
     journal.close()
     monkeypatch.setattr(journal, "_path", disk)

@@ -30,7 +30,8 @@ def device_memory(
     descend from it.  None: this host has no serving engine.
     """
     total = _capacity(limit_bytes)
-    parent_of = parents()
+    pids = list(rollout_pids)
+    parent_of = parents() if pids or isinstance(serving, Owner) else {}
     serving_bytes: int | Unknown
     if serving is None or isinstance(serving, Unknown):
         serving_bytes = 0 if serving is None else serving
@@ -38,7 +39,7 @@ def device_memory(
         serving_bytes = tree_bytes(serving.pid, parent_of)
     else:
         serving_bytes = Unknown("serving_gone")
-    rollout = _sum(tree_bytes(pid, parent_of) for pid in rollout_pids)
+    rollout = _sum(tree_bytes(pid, parent_of) for pid in pids)
     return MemoryObserved(serving_bytes, _free(total, serving_bytes, rollout), total)
 
 

@@ -40,6 +40,7 @@ KILL = signal.SIGUSR1
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _READ_BYTES = 1 << 16
+_STAT_BYTES_MAX = 4096
 _LAST_WORK_S = 2.0
 """What an engine that ended in order leaves its helpers, to end by themselves."""
 _MULTIPROCESSING = ("/dev/shm/psm_", "/dev/shm/sem.mp-")
@@ -231,14 +232,23 @@ class Warden:
 def parents() -> dict[int, int]:
     """pid -> parent pid of every process that runs (proc(5): fields 3 and 4 of stat, after the name)."""
     found: dict[int, int] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
+    # rosed asks every second, of hundreds of processes: with pathlib it would take three times as long.
+    with os.scandir("/proc") as entries:
+        for name in (entry.name for entry in entries if entry.name.isdigit()):
             with contextlib.suppress(OSError):
                 # Bytes, as a name is cut at 15 of them, in the middle of a letter too.
-                state, parent = (entry / "stat").read_bytes().rpartition(b")")[2].split()[:2]
+                state, parent = _read(f"/proc/{name}/stat").rpartition(b")")[2].split(maxsplit=2)[:2]
                 if state not in b"ZX":
-                    found[int(entry.name)] = int(parent)
+                    found[int(name)] = int(parent)
     return found
+
+
+def _read(path: str) -> bytes:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return os.read(descriptor, _STAT_BYTES_MAX)
+    finally:
+        os.close(descriptor)
 
 
 def descendants(pid: int, parent_of: Mapping[int, int] | None = None) -> list[int]:
