@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import pty
+import re
 import socket
 import subprocess
 import sys
@@ -243,6 +247,22 @@ def test_status_for_people(monkeypatch: pytest.MonkeyPatch, rosed: FakeRosed, ca
         "opp-0", "7/20/40", "v3 applied 9 s ago, 41 ms", "registered at tcp://127.0.0.1:7701",
     ):  # fmt: skip
         assert text in said, text
+
+
+def test_no_color_is_heeded_on_a_terminal(rosed: FakeRosed) -> None:
+    controller, terminal = pty.openpty()
+    argv = [sys.executable, "-m", "rose.cli.main", "status", "--socket", str(rosed.path)]
+    environ = {**os.environ, "TERM": "xterm-256color", "NO_COLOR": "1"}
+    with subprocess.Popen(argv, stdout=terminal, env=environ) as shown:
+        os.close(terminal)
+        text = b""
+        with contextlib.suppress(OSError):  # the terminal is gone when it ends
+            while part := os.read(controller, 4096):
+                text += part
+    os.close(controller)
+    assert shown.returncode == 0
+    assert b"node-0" in text
+    assert not re.search(rb"\x1b\[[0-9;]*[349][0-9]", text)
 
 
 def test_status_exits_3_when_not_healthy(

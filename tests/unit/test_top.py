@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
+from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from test_cli import LENDING, STATUS
@@ -10,7 +14,7 @@ from textual.widgets import DataTable, Static
 
 from rose import wire
 from rose.cli.screen import Snapshot, Top
-from rose.cli.top import top
+from rose.cli.top import document, top
 from rose.errors import ConfigError, NotFound
 
 FLEET = {
@@ -21,6 +25,7 @@ FLEET = {
         }
     ]
 }  # fmt: skip
+GOLDEN = Path(__file__).parents[1] / "golden" / "top.txt"
 BRACKETS = "engine_failed: [rank 1] said [/bold]"
 NODE = STATUS | {"lending": LENDING | {"switched_off": False}}
 
@@ -65,6 +70,38 @@ async def test_it_shows_host_replicas_and_jobs() -> None:
         assert replica[:3] == ["opp-0", "opportunistic", "ready"]
         assert replica[5] == "7/20/40"
         assert cells(app, "#jobs") == [["job-0", "4", "v3", "v3", "1", "5", "1/2"]]
+
+
+async def test_the_whole_screen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    app = Top(Desk(Snapshot(NODE, "", FLEET, "")).look, None, 3600)
+    async with app.run_test(size=(150, 26)) as pilot:
+        await settled(app, pilot)
+        lines = text_of(app.export_screenshot())
+    if os.environ.get("ROSE_GOLDEN_WRITE"):
+        GOLDEN.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    assert lines == GOLDEN.read_text(encoding="utf-8").splitlines(), "ROSE_GOLDEN_WRITE=1 writes it anew"
+
+
+def text_of(svg: str) -> list[str]:
+    """The lines of a screenshot, without what is only space."""
+    parts: dict[float, list[tuple[float, str]]] = {}
+    for part in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text"):
+        if "clip-path" in part.attrib:  # the others are the window around it
+            text = (part.text or "").replace("\xa0", " ")
+            parts.setdefault(float(part.attrib["y"]), []).append((float(part.attrib["x"]), text))
+    lines = ("".join(text for _, text in sorted(parts[y])).rstrip() for y in sorted(parts))
+    return [line for line in lines if line]
+
+
+def test_as_json_it_prints_both_answers_once() -> None:
+    body = document((NODE, "", None, "no scheduler"))
+    assert json.loads(json.dumps(body)) == body
+    assert (body["host"]["node"], body["scheduler"], body["scheduler_error"]) == (
+        NODE["node"],
+        None,
+        "no scheduler",
+    )
 
 
 async def test_what_looks_like_markup_is_shown_as_it_is() -> None:
