@@ -8,11 +8,13 @@ import itertools
 import os
 import shutil
 import socket
+import ssl
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -509,12 +511,7 @@ async def test_the_token_is_asked_of_uploads_and_places_too(tmp_path: Path) -> N
 
 
 async def test_buckets_of_many_megabytes_pass_through_tls_both_ways(tmp_path: Path) -> None:
-    if shutil.which("openssl") is None:
-        pytest.skip("makes its certificate with openssl")
-    cert, key = str(tmp_path / "cert.pem"), str(tmp_path / "key.pem")
-    make = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=relay"
-    where = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", cert]
-    await asyncio.to_thread(subprocess.run, [*make.split(), *where], check=True, capture_output=True)
+    cert, key = await asyncio.to_thread(_certificate, tmp_path)
     config = RelayConfig(port=0, capacity_bytes=64 << 20, tls_cert=cert, tls_key=key)
     async with serving(config) as url:
         async with RelayClient(url, tls_ca=cert, shared_memory=False, streams=3, timeout_s=20) as relay:
@@ -531,28 +528,58 @@ async def test_buckets_of_many_megabytes_pass_through_tls_both_ways(tmp_path: Pa
 # ---- sockets ----
 
 
-def test_a_connection_that_is_slow_is_not_one_that_is_silent() -> None:
+@pytest.mark.parametrize("tls", [False, True])
+def test_a_connection_that_is_slow_is_not_one_that_is_silent(tls: bool, tmp_path: Path) -> None:
     """All of the bytes take longer than a connection may be silent; each of them does not."""
     uplink = Uplink("http://127.0.0.1:9", {}, None, Sending())
-    near, far = socket.socketpair()
+    near, far = _over_tls(tmp_path) if tls else socket.socketpair()
     near.settimeout(1.5)
     uplink._http.sock = near
     received, data = bytearray(), BYTES[:4_000_000]
 
     def read_slowly() -> None:
-        while chunk := far.recv(300_000):
+        read = 0
+        while chunk := far.recv(16 << 10):
             received.extend(chunk)
-            time.sleep(0.05)
+            read += len(chunk)
+            if read > 300_000:
+                read = 0
+                time.sleep(0.2)
 
     reader = threading.Thread(target=read_slowly)
     reader.start()
     try:
         uplink.send_part(Part("ticket", 0, len(data)), memoryview(data))
     finally:
-        uplink.close()
+        near.shutdown(socket.SHUT_WR)
         reader.join()
+        uplink.close()
         far.close()
     assert received.endswith(data)
+
+
+def _over_tls(folder: Path) -> tuple[socket.socket, socket.socket]:
+    """A pair of connected sockets that speak TLS, with small buffers."""
+    cert, key = _certificate(folder)
+    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    server.load_cert_chain(cert, key)
+    client = ssl.create_default_context(cafile=cert)
+    near, far = socket.socketpair()
+    with ThreadPoolExecutor(1) as pool:
+        accepting = pool.submit(server.wrap_socket, far, server_side=True, suppress_ragged_eofs=True)
+        wrapped = client.wrap_socket(near, server_hostname="127.0.0.1")
+        return wrapped, accepting.result()
+
+
+def _certificate(folder: Path) -> tuple[str, str]:
+    """A certificate for 127.0.0.1 and its key."""
+    if shutil.which("openssl") is None:
+        pytest.skip("makes its certificate with openssl")
+    cert, key = str(folder / "cert.pem"), str(folder / "key.pem")
+    make = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=relay"
+    where = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", cert]
+    subprocess.run([*make.split(), *where], check=True, capture_output=True)
+    return cert, key
 
 
 @pytest.mark.parametrize("call", ["stat", "put_bucket", "get_into"])
