@@ -172,12 +172,11 @@ def test_a_dedicated_engine_from_start_to_ordered_end(host: Host) -> None:
     assert host.socket.stat().st_mode & 0o777 == 0o600
     assert (host.base / "state" / "engine.token").stat().st_mode & 0o777 == 0o600
 
-    children, began = host.children(), time.monotonic()
+    children = host.children()
     assert len(children) == 2  # warden and engine
     assert host.process
     host.process.send_signal(signal.SIGTERM)
     assert host.process.wait(LIMIT_S) == 0, host.explain()
-    assert time.monotonic() - began < 4
     assert running(children) == []
     assert list(host.run_dir.iterdir()) == []
 

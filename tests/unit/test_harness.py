@@ -284,20 +284,28 @@ async def test_trace_load_stops_when_told(engine: load.Target) -> None:
         running = asyncio.create_task(
             replayed.run(load.repeat([TraceRequest(0, 5, 1)], NS_PER_S // 50), stop)
         )
-        await asyncio.sleep(0.3)
+
+        async def some() -> bool:
+            return len(replayed.records) >= 3
+
+        await until("records", some, 30, 0.02)
         stop.set()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             await running
-    assert 3 <= len(replayed.records) <= 16
 
 
 async def test_closed_load_counts_tokens_and_errors(engine: load.Target) -> None:
     async with load.open_client() as client:
         for prompt_tokens in (8, 1):
             closed = load.ClosedLoad(client, engine, seed=1)
-            with pytest.raises(TimeoutError):
-                async with asyncio.timeout(0.4):
-                    await closed.run(4, prompt_tokens, 16)
+            running = asyncio.create_task(closed.run(4, prompt_tokens, 16))
+
+            async def ended(closed: load.ClosedLoad = closed) -> bool:
+                return bool(closed.completions or closed.errors)
+
+            await until("a request ended", ended, 30, 0.02)
+            running.cancel()
+            await asyncio.wait([running])
             assert (closed.completions > 0) == (prompt_tokens == 8)
             assert closed.tokens == 16 * closed.completions
             assert bool(closed.errors) == (prompt_tokens == 1)
