@@ -20,6 +20,7 @@ from rose.units import MIB, ReplicaId
 
 _HISTORY = 120
 _REPLICAS = ("replica", "kind", "state", "version", "gate", "KV used/budget/total", "turns", "why")
+_HOSTS = ("host", "state", "heard", "takes turns", "jobs", "versions", "in flight")
 _JOBS = ("job", "step", "needs", "latest", "queued", "in flight", "replicas")
 
 
@@ -40,6 +41,7 @@ class Top(App[None]):
     #host { height: auto; padding: 0 1; }
     #gate { height: 3; margin: 0 1; }
     DataTable { height: 1fr; }
+    #hosts { height: 6; }
     #jobs { height: 6; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -61,18 +63,20 @@ class Top(App[None]):
         self._open: deque[float] = deque([0.0] * _HISTORY, maxlen=_HISTORY)
 
     def compose(self) -> ComposeResult:
-        """Host, gate timeline, replicas, jobs."""
+        """Host, gate timeline, replicas, the scheduler's hosts, jobs."""
         yield Header()
         with Vertical():
             yield Static("looking ...", id="host", markup=False)
             yield Sparkline(list(self._open), id="gate")
             yield DataTable(id="replicas", cursor_type="row")
+            yield DataTable(id="hosts", cursor_type="none")
             yield DataTable(id="jobs", cursor_type="none")
         yield Footer()
 
     def on_mount(self) -> None:
         """Begin to look."""
         self.query_one("#replicas", DataTable).add_columns(*_REPLICAS)
+        self.query_one("#hosts", DataTable).add_columns(*_HOSTS)
         self.query_one("#jobs", DataTable).add_columns(*_JOBS)
         self.set_interval(self._period_s, self.refresh_snapshot)
         self.refresh_snapshot()
@@ -95,6 +99,7 @@ class Top(App[None]):
         self._open.append(1.0 if gate.get("open") else 0.0)
         self.query_one("#gate", Sparkline).data = list(self._open)
         _fill(self.query_one("#replicas", DataTable), replica_rows(snapshot))
+        _fill(self.query_one("#hosts", DataTable), host_rows(snapshot))
         _fill(self.query_one("#jobs", DataTable), job_rows(snapshot))
 
     # ---- orders -----------------------------------------------------------------------------------
@@ -157,6 +162,29 @@ def replica_rows(snapshot: Snapshot) -> list[tuple[str, ...]]:
         shown = f"{'open' if gate['open'] else 'closed'} ({gate['reason']})"
         version, turns = _dash(each["weight_version"]), _dash(each["turns_in_flight"])
         rows.append((each["id"], each["kind"], each["state"], version, shown, blocks, turns, each["reason"]))
+    return rows
+
+
+def host_rows(snapshot: Snapshot) -> list[tuple[str, ...]]:
+    """One row a host that the scheduler knows."""
+    rows: list[tuple[str, ...]] = []
+    fleet = snapshot.fleet or {}
+    for node in fleet.get("nodes", ()):
+        held = [each for each in fleet.get("replicas", ()) if each["node"] == node["node"]]
+        eligible = sum(bool(each["eligible"]) for each in held)
+        jobs = sorted({each["job"] for each in held if each["job"] is not None})
+        versions = sorted({each["weight_version"] for each in held if each["weight_version"] is not None})
+        rows.append(
+            (
+                node["node"],
+                node["state"],
+                f"{node['silent_ms'] / 1000:.1f} s ago",
+                f"{eligible}/{len(held)}",
+                " ".join(jobs) or "-",
+                " ".join(f"v{each}" for each in versions) or "-",
+                str(sum(each["turns_in_flight"] for each in held)),
+            )
+        )
     return rows
 
 

@@ -14,9 +14,12 @@ from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+from multidict import CIMultiDict
 from rose_daemon.scheduler.dialects import parse as parse_turn
+from rose_daemon.scheduler.engine_streams import DONE, EngineError, EventSplitter, Garbage, OpenAiReader
 from rose_daemon.scheduler.errors import Refused
 from rose_daemon.scheduler.requests import Dialect
+from rose_daemon.scheduler.tracing import context_of
 from rose_daemon.service.tokens import Keyring
 from rose_daemon.telemetry import engine_metrics
 
@@ -185,6 +188,21 @@ vllm:time_to_first_token_seconds_sum{engine="0",model_name="m"} 0.3
 """
 
 
+_TRACE_CONTEXT = f"00-{'0af76519' * 4}-{'b7ad6b71' * 2}-01|vendor=1,other=x".encode()
+_CHAT_STREAM = (
+    b'data: {"choices":[{"index":0,"delta":{"role":"assistant"}}],"prompt_token_ids":[1,2]}\n\n'
+    b'data: {"choices":[{"index":0,"delta":{"content":"a"},"token_ids":[7],"logprobs":{"content":'
+    b'[{"token":"a","logprob":-0.5,"bytes":[97],"top_logprobs":[{"token":"a","logprob":-0.5}]}]}}]}\n\n'
+    b'data: {"choices":[{"index":0,"delta":{},"finish_reason":"stop","stop_reason":null}]}\n\n'
+    b'data: {"choices":[],"usage":{"prompt_tokens":2,"completion_tokens":1}}\n\ndata: [DONE]\n\n'
+)
+_COMPLETION_STREAM = (
+    b'data: {"choices":[{"index":0,"text":"a","token_ids":[7],"prompt_token_ids":[1],"logprobs":'
+    b'{"tokens":["a"],"token_logprobs":[-0.5],"top_logprobs":[{"a":-0.5}]},"finish_reason":"length"}]}\n\n'
+    b"data: [DONE]\n\n"
+)
+
+
 def _read_trace(directory: Path) -> Callable[[bytes], object]:
     path = directory / "trace.csv"
 
@@ -209,6 +227,29 @@ def _scope_of(header: bytes) -> object:
     return Keyring.of("0123456789abcdef").scope_of(header.decode("utf-8", "surrogateescape"))
 
 
+def _trace_context(header: bytes) -> None:
+    """Whatever is handed on can stand in a request to an engine."""
+    text = header.decode("utf-8", "surrogateescape")
+    parent, _, state = text.partition("|")
+    headers = CIMultiDict([("traceparent", parent), ("tracestate", state)])
+    for name, value in context_of(headers).items():
+        assert name in ("traceparent", "tracestate"), name
+        assert value.isascii(), value
+        assert value.isprintable(), value
+
+
+def _engine_stream(dialect: Dialect) -> Callable[[bytes], None]:
+    def read(data: bytes) -> None:
+        splitter, reader = EventSplitter(), OpenAiReader(dialect)
+        for block in (data[: len(data) // 2], data[len(data) // 2 :]):
+            for event in splitter.feed(block):
+                if event != DONE:
+                    reader.read(event)
+        reader.usage()
+
+    return read
+
+
 def _turn(dialect: Dialect) -> Callable[[bytes], object]:
     return lambda data: parse_turn(dialect, data)
 
@@ -228,6 +269,10 @@ def targets(directory: Path) -> Iterator[tuple[str, Target]]:
     )
     yield "config", Target((_CONFIG,), _read_config(directory), (ConfigError,))
     yield "token", Target((b"Bearer 0123456789abcdef",), _scope_of, ())
+    yield "trace_context", Target((_TRACE_CONTEXT,), _trace_context, ())
+    broken = (Garbage, EngineError)
+    yield "engine_chat", Target((_CHAT_STREAM,), _engine_stream(Dialect.CHAT), broken)
+    yield "engine_completion", Target((_COMPLETION_STREAM,), _engine_stream(Dialect.COMPLETION), broken)
     completion = {"model": "m", "prompt": [1, 2, 3], "max_tokens": 3, "logprobs": 2, "stop": ["x"], "n": 1}
     generate = {
         "token_ids": [1, 2],

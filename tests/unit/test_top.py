@@ -18,6 +18,14 @@ from rose.cli.top import document, top
 from rose.errors import ConfigError, NotFound
 
 FLEET = {
+    "nodes": [
+        {"node": "node-0", "state": "alive", "session": "s", "silent_ms": 420.0},
+        {"node": "node-1", "state": "suspect", "session": "t", "silent_ms": 3200.0},
+    ],
+    "replicas": [
+        {"node": "node-0", "eligible": True, "job": "job-0", "weight_version": 3, "turns_in_flight": 4},
+        {"node": "node-0", "eligible": False, "job": None, "weight_version": 2, "turns_in_flight": 1},
+    ],
     "jobs": [
         {
             "job": "job-0", "rl_step": 4, "required_version": 3, "latest_version": 3, "turns_queued": 1,
@@ -69,6 +77,10 @@ async def test_it_shows_host_replicas_and_jobs() -> None:
         (replica,) = cells(app, "#replicas")
         assert replica[:3] == ["opp-0", "opportunistic", "ready"]
         assert replica[5] == "7/20/40"
+        assert cells(app, "#hosts") == [
+            ["node-0", "alive", "0.4 s ago", "1/2", "job-0", "v2 v3", "5"],
+            ["node-1", "suspect", "3.2 s ago", "0/0", "-", "-", "0"],
+        ]
         assert cells(app, "#jobs") == [["job-0", "4", "v3", "v3", "1", "5", "1/2"]]
 
 
