@@ -54,7 +54,7 @@ class Site(Host):
     """A host with engines, a relay, and a trainer that keeps all states it published.
 
     Without a `checkpoint` the engines are light ones.  `keys` is more of [node], `replica_keys` of each
-    replica; `keep` is how many versions the publisher keeps, `squash_every` as there.
+    replica; `keep` is how many versions the publisher keeps, `squash_every` and `stateful` as there.
     """
 
     def __init__(
@@ -67,6 +67,7 @@ class Site(Host):
         replica_keys: str = "",
         keep: int = 2,
         squash_every: int | None = None,
+        stateful: bool = False,
     ) -> None:
         super().__init__(base)
         self.relay_port = free_port("127.0.0.1")
@@ -91,7 +92,7 @@ class Site(Host):
         self.start_relay()
         self.relay_config = RelayConfig(url=f"http://127.0.0.1:{self.relay_port}")
         self.publisher = Publisher.connect(
-            self.relay_config, JOB, self.states[0], keep=keep, squash_every=squash_every
+            self.relay_config, JOB, self.states[0], keep=keep, squash_every=squash_every, stateful=stateful
         )
 
     def start_relay(self) -> None:
