@@ -42,6 +42,8 @@ def test_rollback_follow_and_restart_without_the_network(site: Site) -> None:
     until(lambda: sorted(path.name for path in staged.glob("v*")) == ["v3", "v4", "v5", "v6"], site.explain)
     site.stop_relay()
 
+    site.pin(5)  # once there is a way back there are all
+    site.check(5)
     done = site.rose("rollback", JOB, 4)
     assert done.returncode == 0, done.stderr
     assert re.search(r"^2 replica\(s\) at version 4 after \d+ ms$", done.stdout, re.MULTILINE), done.stdout
@@ -69,7 +71,7 @@ def test_a_rollback_outlives_rosed_and_holds_back_what_is_new(site: Site) -> Non
     for _ in range(2):
         site.check(site.publish())
     until(lambda: site.copy_version() == 2, site.explain)
-    ask(site.socket, wire.PinRequest(JOB, WeightVersion(1)))
+    site.pin(1)
     site.check(1)
     until(lambda: site.copy_version() == 1, site.explain)
     assert site.process is not None

@@ -13,7 +13,6 @@ from weights_site import JOB, Site
 
 from rose import wire
 from rose.cli.control import ask
-from rose.units import WeightVersion
 
 
 class SteadySite(Site):
@@ -53,7 +52,7 @@ def test_engines_follow_by_stateful_deltas_through_a_rollback_and_a_kill(site: S
         site.check(version)
         assert site.came_as(version) == (JOB if version == 1 else f"{JOB}.stateful")
     until(lambda: site.copy_version() == 3, site.explain)
-    ask(site.socket, wire.PinRequest(JOB, WeightVersion(2)))
+    site.pin(2)
     site.check(2)
     ask(site.socket, wire.PinRequest(JOB, None))
     site.check(3)

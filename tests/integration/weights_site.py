@@ -15,7 +15,10 @@ import numpy as np
 from rose_daemon.node.engines import free_port
 from test_rosed_process import LIMIT_S, Host, until
 
+from rose import wire
+from rose.cli.control import ask
 from rose.config import RelayConfig
+from rose.errors import RoseError
 from rose.units import JobId, WeightVersion
 from rose.weights import Publisher, tensorfile
 from rose.weights.bits import Bits
@@ -158,6 +161,20 @@ class Site(Host):
         except FileNotFoundError:
             return None
         return None if record["undoing"] else int(record["version"])
+
+    def pin(self, version: int) -> None:
+        """Roll back.  rosed learns of the way a moment after the copy has moved, which is asked for here."""
+
+        def asked() -> bool:
+            try:
+                ask(self.socket, wire.PinRequest(JOB, WeightVersion(version)))
+            except RoseError as error:
+                if "the way to" not in error.what and "is being updated" not in error.what:
+                    raise
+                return False
+            return True
+
+        until(asked, self.explain)
 
     def rose(self, *arguments: object) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "rose.cli.main", "weights", *map(str, arguments)]
