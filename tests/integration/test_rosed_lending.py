@@ -187,9 +187,10 @@ def test_off_while_rosed_is_down_holds_for_the_next_that_starts(host: Host) -> N
     assert "lends nothing" in off.stdout
     Serving(host)
     host.start("mock")
-    until(lambda: host.status() is not None, host.explain)
     assert lending(host)["switched_off"]
-    assert policy(host).mode == GateMode.CLOSED
+    until(
+        lambda: policy(host).mode == GateMode.CLOSED, host.explain
+    )  # the killed one's board may still be there
     on = rose(host, "lend", "on")
     assert on.returncode == 0, on.stderr
     assert not lending(host)["switched_off"]
