@@ -133,7 +133,7 @@ class Scheduler:
             connection.close()
         try:
             return response.status, msgspec.json.decode(text, type=dict[str, Any])
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, RecursionError):
             shown = text[:200].decode("utf-8", errors="replace")
             return response.status, {"error": {"message": shown, "code": "not_json"}}
 

@@ -332,7 +332,7 @@ def _read_record(directory: Path) -> _Record:
     data = files.read_file(directory / "record.json", _RECORD_BYTES_MAX).tobytes()
     try:
         return msgspec.json.decode(data, type=_Record)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptDelta(f"{directory / 'record.json'}: {error}") from None
 
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 from multidict import CIMultiDict
+from rose_daemon.scheduler import sglang_engine
 from rose_daemon.scheduler.dialects import parse as parse_turn
 from rose_daemon.scheduler.engine_streams import DONE, EngineError, EventSplitter, Garbage, OpenAiReader
 from rose_daemon.scheduler.errors import Refused
@@ -26,11 +27,13 @@ from rose_daemon.telemetry import engine_metrics
 from rose import config, traces, wire
 from rose.config import Config
 from rose.core.events import ReplicaReport
-from rose.errors import ConfigError, CorruptDelta
+from rose.errors import ConfigError, CorruptDelta, NotReady
 from rose.units import JobId, NodeId, ReplicaId, WeightVersion
 from rose.weights import manifest
 from rose.weights.bits import Bits
 from rose.weights.encoding import encode_version
+from rose.weights.relay import control
+from rose.weights.relay.http import BulkReply
 
 INTERESTING = (
     b"", b"\x00", b"\xff", b"\xff\xfe", b"\x80", b"\r\n", b"\n\n", b"{}", b"[]", b"null", b"-1", b"1e999",
@@ -203,6 +206,13 @@ _COMPLETION_STREAM = (
 )
 
 
+_RELAY_REPLY = b'{"state":"refused","refusal":{"error":"gone","detail":"no such version"},"ticket":"t"}'
+_SGLANG_CHUNK = (
+    b'{"text":"ab","output_ids":[7],"index":0,"meta_info":{"finish_reason":{"type":"stop","matched":2},'
+    b'"prompt_tokens":1,"completion_tokens":1,"output_token_logprobs":[[-0.5,7,"a"]]}}'
+)
+
+
 def _read_trace(directory: Path) -> Callable[[bytes], object]:
     path = directory / "trace.csv"
 
@@ -250,6 +260,10 @@ def _engine_stream(dialect: Dialect) -> Callable[[bytes], None]:
     return read
 
 
+def _sglang_reader() -> sglang_engine.Reader:
+    return sglang_engine.Reader({"prompt": [1], "logprobs": 1})
+
+
 def _turn(dialect: Dialect) -> Callable[[bytes], object]:
     return lambda data: parse_turn(dialect, data)
 
@@ -273,6 +287,8 @@ def targets(directory: Path) -> Iterator[tuple[str, Target]]:
     broken = (Garbage, EngineError)
     yield "engine_chat", Target((_CHAT_STREAM,), _engine_stream(Dialect.CHAT), broken)
     yield "engine_completion", Target((_COMPLETION_STREAM,), _engine_stream(Dialect.COMPLETION), broken)
+    yield "engine_sglang", Target((_SGLANG_CHUNK,), lambda data: _sglang_reader().read(data), broken)
+    yield "relay_reply", Target((_RELAY_REPLY,), lambda data: control.decode(data, BulkReply), (NotReady,))
     completion = {"model": "m", "prompt": [1, 2, 3], "max_tokens": 3, "logprobs": 2, "stop": ["x"], "n": 1}
     generate = {
         "token_ids": [1, 2],

@@ -58,6 +58,24 @@ def test_a_message_that_is_nested_deeply_is_garbage_and_no_more(deep: bytes) -> 
             unpack(b'{"type":"Reply","body":{"a":' + b"[" * 200_000)
 
 
+@pytest.mark.parametrize(
+    ("name", "begin", "end"),
+    [
+        ("engine_chat", b"data: ", b"\n\n"),
+        ("engine_completion", b"data: ", b"\n\n"),
+        ("engine_sglang", b"", b""),
+        ("relay_reply", b"", b""),
+    ],
+)
+def test_an_answer_that_is_nested_deeply_is_garbage_and_no_more(
+    name: str, begin: bytes, end: bytes, tmp_path: Path
+) -> None:
+    """An engine's failed its turn, instead of moving it."""
+    target = dict(fuzz.targets(tmp_path))[name]
+    with pytest.raises(target.answers):
+        target.call(begin + b'{"z":' + b"[" * 200_000 + end)
+
+
 def test_a_setting_that_is_nested_deeply_is_refused(tmp_path: Path) -> None:
     (tmp_path / "rose.toml").write_text("schema = " + "[" * 5000)
     with pytest.raises(ConfigError, match="nested too deeply"):

@@ -155,7 +155,7 @@ class EngineClient:
             raise _refusal(status, data)
         try:
             return msgspec.json.decode(data, type=kind)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             raise EngineUnreachable(f"{self.url}{route}: unexpected answer: {error}") from None
 
     async def _call(
@@ -176,6 +176,6 @@ class EngineClient:
 def _refusal(status: int, data: bytes) -> EngineRefused:
     try:
         said = msgspec.json.decode(data, type=_Refusal)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         said = _Refusal(detail=data[:200].decode(errors="replace"))
     return EngineRefused(status, said.error or "refused", said.detail, said.version_held)

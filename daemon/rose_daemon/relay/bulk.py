@@ -162,7 +162,7 @@ class BulkReceiver(asyncio.BufferedProtocol):
     def _handle(self, body: bytes) -> None:
         try:
             request = msgspec.json.decode(body, type=BulkRequest)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             self._reply(BulkReply("refused", requests.refusal(BadRequest(f"cannot be read: {error}"))))
             return
         if not isinstance(request, Part):

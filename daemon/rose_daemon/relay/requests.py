@@ -102,7 +102,12 @@ async def body(request: web.Request, kind: type[_T]) -> _T:
     """A small body."""
     try:
         return msgspec.json.decode(await request.read(), type=kind)
-    except (msgspec.MsgspecError, UnicodeDecodeError, web.HTTPRequestEntityTooLarge) as error:
+    except (
+        msgspec.MsgspecError,
+        UnicodeDecodeError,
+        RecursionError,
+        web.HTTPRequestEntityTooLarge,
+    ) as error:
         raise BadRequest(f"the body cannot be read: {error}") from None
 
 

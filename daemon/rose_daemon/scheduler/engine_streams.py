@@ -136,7 +136,7 @@ class OpenAiReader:
         """As `Reader`; no piece in a usage chunk."""
         try:
             chunk = _decode_chat(data) if self._chat else _decode_completion(data)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             raise Garbage(str(error)) from None
         if chunk.error is not None:
             raise EngineError(chunk.error)

@@ -84,7 +84,14 @@ class Reader:
             if isinstance(error := chunk.get("error"), dict):
                 raise EngineError(error)
             return [self._piece(chunk)]
-        except (msgspec.DecodeError, KeyError, TypeError, ValueError) as error:
+        except (
+            msgspec.DecodeError,
+            LookupError,
+            TypeError,
+            ValueError,
+            AttributeError,
+            RecursionError,
+        ) as error:
             raise Garbage(str(error)) from None
 
     def _piece(self, chunk: dict[str, Any]) -> Piece:

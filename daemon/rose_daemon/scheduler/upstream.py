@@ -179,7 +179,7 @@ class Upstream:
         data = await self._fetch(method, url, body)
         try:
             return msgspec.json.decode(data, type=dict[str, Any])
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             raise NotReady(f"{url}: {error}") from None
 
 
@@ -235,7 +235,7 @@ def _refused(status: int, data: bytes) -> AttemptEnd:
         return Interrupted(f"engine_status_{status}")
     try:
         body = msgspec.json.decode(data, type=dict[str, Any])
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         body = {}
     passed_on = body if isinstance(body.get("error"), dict) else None
     text = data[:200].decode("utf-8", errors="replace")

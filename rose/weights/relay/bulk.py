@@ -145,7 +145,7 @@ class Uplink(Connection):
             raise Retry("what answers is no relay")
         try:
             reply = msgspec.json.decode(self._receive_bytes(length), type=BulkReply)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise Retry(f"the relay's answer cannot be read: {error}") from None
         if reply.refusal is not None:
             raise refused(reply.refusal)

@@ -270,7 +270,7 @@ def decode(body: bytes, kind: type[_T]) -> _T:
     """What a small answer says.  Raises NotReady if no relay talks so."""
     try:
         return msgspec.json.decode(body, type=kind)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise NotReady(f"what answered is no relay: {error}", "check relay.url") from None
 
 
