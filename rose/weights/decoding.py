@@ -29,11 +29,8 @@ _OVERLAID_MAX = 8
 
 
 def manifest_digest(manifest: Manifest) -> str:
-    """Tells two versions of the same number apart, such as those of two runs of a job.
-
-    What a host decoded has the digest of the version as it travelled.
-    """
-    return manifest.origin.digest if manifest.origin else digest(manifests.encode(manifest))
+    """`manifest.identity` of a version; what a host decoded has that of the version as it travelled."""
+    return manifest.origin.digest if manifest.origin else manifests.identity(manifest)
 
 
 def patches_path(version_dir: Path) -> Path:

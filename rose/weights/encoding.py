@@ -190,7 +190,7 @@ class DecodedVersion:
     def manifest(self) -> Manifest:
         """Of what was added."""
         came = self._manifest
-        origin = Origin(digest=digest(manifests.encode(came)), delta_bytes=came.delta_bytes)
+        origin = Origin(digest=manifests.identity(came), delta_bytes=came.delta_bytes)
         form = _Form(came.job, came.version, came.base_version, None, {}, origin=origin)
         parameters = [self._parameters[name] for name in sorted(self._parameters)]
         return _manifest(form, parameters, self._buckets)

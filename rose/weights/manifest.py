@@ -25,7 +25,7 @@ from rose.errors import CorruptDelta
 from rose.units import MIB, JobId, WeightVersion
 from rose.weights import boxes
 from rose.weights.bits import ITEMSIZE
-from rose.weights.digests import DIGEST_PATTERN, fingerprint
+from rose.weights.digests import DIGEST_PATTERN, digest, fingerprint
 
 MANIFEST_NAME = "manifest.json"
 MANIFEST_BYTES_MAX = 64 * MIB
@@ -104,7 +104,7 @@ class Origin(_Record, frozen=True, kw_only=True):
     """The version as it travelled, of which a host made this one."""
 
     digest: Digest
-    """xxh3-128 of its manifest."""
+    """See `identity`."""
     delta_bytes: Count
 
 
@@ -254,6 +254,16 @@ def check(manifest: Manifest) -> None:
         )
     if manifest.fingerprint != fingerprint((p.name, p.dtype, p.shape) for p in manifest.parameters):
         raise CorruptDelta("manifest: the fingerprint is not that of its parameters")
+
+
+def identity(manifest: Manifest) -> str:
+    """Digest of what a version leads from and to, whatever the form in which it travels.
+
+    Tells two versions of the same number apart, such as those of two runs of a job.
+    """
+    parameters = [(each.name, *_identity(each)) for each in manifest.parameters]
+    told = main_job(manifest.job), manifest.version, manifest.base_version, parameters
+    return digest(msgspec.json.encode(told))
 
 
 def squashed_job(job: JobId) -> JobId:

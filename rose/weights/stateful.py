@@ -16,7 +16,7 @@ from rose.weights.bits import State
 from rose.weights.coding import Coding
 from rose.weights.container import EncodedVersion
 from rose.weights.history import ChangeHistory, Notes
-from rose.weights.manifest import Manifest, stateful_job
+from rose.weights.manifest import Manifest, identity, stateful_job
 from rose.weights.offers import offer
 from rose.weights.patches import Patch
 from rose.weights.relay.blocking import BlockingRelay
@@ -81,14 +81,5 @@ def require_same_weights(offered: Manifest, version: Manifest) -> None:
     The version's manifest is what its trainer stands by; an offer may be left over from an attempt that never
     became a version.  Raises CorruptDelta.
     """
-
-    def promised(manifest: Manifest) -> list[object]:
-        return [
-            manifest.version,
-            manifest.base_version,
-            [(each.name, each.dtype, each.shape) for each in manifest.parameters],
-            [(each.base_digest, each.target_digest) for each in manifest.parameters],
-        ]
-
-    if promised(offered) != promised(version):
+    if identity(offered) != identity(version):
         raise CorruptDelta(f"an offer of version {version.version} promises other weights than the version")

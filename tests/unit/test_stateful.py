@@ -385,6 +385,26 @@ async def test_a_relay_that_lost_the_offers_in_a_restart_still_has_versions(
     publisher.close()
 
 
+async def test_a_copy_made_of_offers_that_are_gone_is_still_trusted(relay: MemoryRelay, host: Host) -> None:
+    """The relay and rosed were restarted: the relay has the versions again, and no offer."""
+    publisher = publisher_of(relay)
+    for version in (1, 2, 3):
+        await publish(publisher, version)
+        await host.pull(version)
+    async with asyncio.timeout(20):
+        while host.keeper.version != 3:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    await host.stop()
+    relay.restart()
+    await asyncio.to_thread(publisher.heal)
+    assert not sizes(relay, STATEFUL)
+    host.start()
+    async with host.keeper.source(host.config.replicas[0]) as source:
+        assert source is not None
+        assert source.version == 3
+    publisher.close()
+
+
 async def test_a_version_that_is_staged_is_not_fetched_again_for_its_offer(
     relay: MemoryRelay, host: Host
 ) -> None:
