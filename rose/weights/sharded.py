@@ -45,6 +45,7 @@ With torch: `lambda mine: all_gather_object(...)`.  It may raise; then `publish`
 _BUCKETS = 100_000
 """Numbers of buckets, shared out over the ranks."""
 _POLL_S = 0.05
+_OF_PUBLISHER_ALONE = ("squash_every", "stateful", "on_gpu")
 _SaidT = TypeVar("_SaidT", bound=msgspec.Struct)
 
 
@@ -86,7 +87,7 @@ class ShardedPublisher(Closing):
     The tensors given are this rank's: DTensors, or plain tensors of the shape that `sharding` says this
     rank holds.  `Options` lists the keywords; `keep` is not used, as after a restart of the relay or of the
     trainer the next version is an anchor.  Costs a copy of what this rank pushes, in host memory.
-    Raises ValueError for squash_every and stateful, which are for Publisher alone.
+    Raises ValueError for squash_every, stateful and on_gpu, which are for Publisher alone.
     """
 
     def __init__(
@@ -102,8 +103,8 @@ class ShardedPublisher(Closing):
         **options: Unpack[Options],
     ) -> None:
         sharding.require_whole()
-        if options.get("squash_every") is not None or options.get("stateful"):
-            raise ValueError("squash_every and stateful are options of Publisher alone")
+        if unfit := [name for name in _OF_PUBLISHER_ALONE if options.get(name)]:
+            raise ValueError(f"{', '.join(unfit)}: for Publisher alone")
         self._relay = relay
         self._job = job
         self._sharding = sharding

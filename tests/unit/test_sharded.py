@@ -182,7 +182,7 @@ def test_all_ranks_and_the_relay_tell_what_the_slowest_rank_took(relay: MemoryRe
     trainer.close()
 
 
-@pytest.mark.parametrize("option", [{"squash_every": 2}, {"stateful": True}])
+@pytest.mark.parametrize("option", [{"squash_every": 2}, {"stateful": True}, {"on_gpu": True}])
 def test_what_no_rank_can_do_is_refused(relay: MemoryRelay, option: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=next(iter(option))):
         Trainer(relay, LAYOUTS["tp2"], **option)
