@@ -11,7 +11,6 @@ import contextlib
 from rose.errors import RoseError
 from rose.units import JobId, WeightVersion
 from rose.weights.container import EncodedVersion
-from rose.weights.manifest import squashed_job, stateful_job
 from rose.weights.relay import RelayFull
 from rose.weights.relay.blocking import BlockingRelay
 
@@ -42,10 +41,9 @@ def offer(relay: BlockingRelay, encoded: EncodedVersion, *, keep: int | None = N
 
 
 def withdraw_oldest(relay: BlockingRelay, job: JobId, version: WeightVersion) -> int:
-    """Delete the oldest offer of a job, up to those of `version`; answers its bytes, 0 if there is none."""
-    for name in (stateful_job(job), squashed_job(job)):
-        for each in relay.stat(name).committed:
-            if each.version <= version:
-                relay.delete(name, each.version)
-                return each.bytes
+    """Delete the oldest offer under the name `job`, up to that of `version`; its bytes, or 0."""
+    for each in relay.stat(job).committed:
+        if each.version <= version:
+            relay.delete(job, each.version)
+            return each.bytes
     return 0

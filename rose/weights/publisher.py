@@ -26,7 +26,7 @@ from rose.weights.bits import Bits, State, as_state
 from rose.weights.coding import DEFAULT, Coding
 from rose.weights.container import EncodedVersion
 from rose.weights.digests import digest_state
-from rose.weights.manifest import Bucket
+from rose.weights.manifest import Bucket, squashed_job, stateful_job
 from rose.weights.offers import withdraw_oldest
 from rose.weights.ondevice import DeviceBases, Distant, on_gpu, require_cupy
 from rose.weights.patches import Patch, write_patch
@@ -330,9 +330,13 @@ class Publisher(Closing):
                         raise
 
     def _make_room(self, version: WeightVersion, *, anchor: bool) -> bool:
-        """Delete the oldest offer, or else version, that need not be kept; False if there is none."""
+        """Delete the oldest of what need not be kept; False if there is nothing.
+
+        Stateful offers first, which are of no use for long; squashed ones last, as late hosts come by them
+        where versions are gone.
+        """
         stat = self._relay.stat(self._job)
-        if nbytes := withdraw_oldest(self._relay, self._job, version):
+        if nbytes := withdraw_oldest(self._relay, stateful_job(self._job), version):
             self._await_room(stat.used_bytes - nbytes)
             return True
         droppable = [
@@ -341,7 +345,10 @@ class Publisher(Closing):
             if each < version and (anchor or each not in self._kept)
         ]
         if not droppable:
-            return False
+            nbytes = withdraw_oldest(self._relay, squashed_job(self._job), version)
+            if nbytes:
+                self._await_room(stat.used_bytes - nbytes)
+            return nbytes > 0
         self._kept.pop(droppable[0], None)
         self._relay.delete(self._job, droppable[0])
         bytes_of = {each.version: each.bytes for each in stat.committed}

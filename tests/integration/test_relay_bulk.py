@@ -533,7 +533,7 @@ def test_a_connection_that_is_slow_is_not_one_that_is_silent(tls: bool, tmp_path
     """All of the bytes take longer than a connection may be silent; each of them does not."""
     uplink = Uplink("http://127.0.0.1:9", {}, None, Sending())
     near, far = _over_tls(tmp_path) if tls else socket.socketpair()
-    near.settimeout(1.5)
+    near.settimeout(3)
     uplink._http.sock = near
     received, data = bytearray(), BYTES[:4_000_000]
 
@@ -544,7 +544,7 @@ def test_a_connection_that_is_slow_is_not_one_that_is_silent(tls: bool, tmp_path
             read += len(chunk)
             if read > 300_000:
                 read = 0
-                time.sleep(0.2)
+                time.sleep(0.35)
 
     reader = threading.Thread(target=read_slowly)
     reader.start()
