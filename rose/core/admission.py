@@ -52,7 +52,8 @@ class AdmissionGate:
 
     A step admitted to an idle device can still delay a request that arrives the moment after.  STRICT and
     SLACK therefore bound it to T_rollout(n) <= B_TTFT - T_prefill(p99) - margin (paper), with the latency
-    model calibrated by `observe_step`; before that, only the policy's cap applies.  T_prefill is predicted,
+    model calibrated by `observe_step`; before that, only the policy's cap applies.  Steps of this engine that
+    are in flight (asynchronous scheduling) count: the arrival waits for them too.  T_prefill is predicted,
     and observed only where it cannot be: what was observed contains waits that rollout itself caused.  STRICT
     also bounds the step to STRICT_DELAY_SHARE of the budget: it is to be felt less than what the budget would
     allow.  Beside an idle engine the
@@ -125,13 +126,13 @@ class AdmissionGate:
             _why_board_forbids(slack, now_ns)
             or self._beside_decodes(slack, known, now_ns, in_flight_ns)
             or _why_serving_forbids(slack)
-            or self._beside_idle(slack, known)
+            or self._beside_idle(slack, known, in_flight_ns)
         )
 
-    def _beside_idle(self, slack: SlackReading, policy: GatePolicy) -> Admission:
+    def _beside_idle(self, slack: SlackReading, policy: GatePolicy, in_flight_ns: int) -> Admission:
         budget_ns = _arrival_budget_ns(slack, policy)
-        prefill_ns = slack.prefill_predicted_ns or slack.prefill_p99_ns
-        bearable_ns = budget_ns - prefill_ns - self._margin_ns(policy)
+        # Whoever arrives now waits for the steps ahead of this one as well.
+        bearable_ns = budget_ns - _prefill_ns(slack) - self._margin_ns(policy) - max(0, in_flight_ns)
         if policy.mode == GateMode.STRICT:
             bearable_ns = min(bearable_ns, round(STRICT_DELAY_SHARE * budget_ns))
         tokens = self._idle_cap(bearable_ns, policy)
@@ -145,9 +146,9 @@ class AdmissionGate:
         if not _only_decodes(slack, policy) or not latency.calibrated or slack.decode_predicted_ns <= 0:
             return None
         margin_ns = max(policy.margin_ns, latency.margin_ns())
-        prefill_ns = slack.prefill_predicted_ns or slack.prefill_p99_ns
         # Whoever arrives now waits for the decode step in flight as well (ours).
-        bearable_ns = _arrival_budget_ns(slack, policy) - slack.decode_predicted_ns - prefill_ns - margin_ns
+        waits_ns = slack.decode_predicted_ns + _prefill_ns(slack)
+        bearable_ns = _arrival_budget_ns(slack, policy) - waits_ns - margin_ns
         end_ns = slack.tpot_deadline_ns - margin_ns
         left_ns = min(end_ns - now_ns, bearable_ns) - max(0, in_flight_ns)
         tokens = latency.largest_within(left_ns, self._policy_cap(policy))
@@ -188,6 +189,11 @@ def _arrival_budget_ns(slack: SlackReading, policy: GatePolicy) -> int:
     """B_TTFT of the most demanding request that may arrive now."""
     budget_ns = slack.ttft_budget_ns
     return min(policy.ttft_slo_ns, budget_ns) if budget_ns > 0 else policy.ttft_slo_ns
+
+
+def _prefill_ns(slack: SlackReading) -> int:
+    """T_prefill of such a request: predicted, or else observed."""
+    return slack.prefill_predicted_ns or slack.prefill_p99_ns
 
 
 def _closed_reason(policy: GatePolicy) -> GateReason:
@@ -267,7 +273,7 @@ def strictest(readings: Sequence[SlackReading | Unknown]) -> SlackReading | Unkn
         in_step=max(each.in_step for each in known),
         steps=sum(each.steps for each in known),
         prefill_p99_ns=max(each.prefill_p99_ns for each in known),
-        prefill_predicted_ns=max(each.prefill_predicted_ns for each in known),
+        prefill_predicted_ns=max(map(_prefill_ns, known)),  # a rank that predicts none hides behind no other
         ttft_budget_ns=min(budgets, default=0),
         decode_predicted_ns=0 if min(decoding, default=0) <= 0 else max(decoding),
     )

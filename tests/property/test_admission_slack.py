@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rose.core.admission import SLACK_TOKENS_MIN, AdmissionGate, strictest
+from rose.core.admission import SLACK_TOKENS_MIN, TOKENS_FLOOR, AdmissionGate, strictest
 from rose.core.readings import NEVER, GateMode, GatePolicy, GateReason, SlackReading, Unknown
 from rose.units import NS_PER_S, ms_to_ns
 
@@ -37,18 +37,27 @@ SLACK = GatePolicy(
 words = st.integers(-2, 3) | st.integers(NOW_NS - NS_PER_S, NOW_NS + NS_PER_S) | st.just(NEVER)
 readings = st.builds(SlackReading, *[words for _ in SlackReading._fields])
 decoding_readings = st.builds(
-    lambda running, in_step, slack_ms, decode_ms, prefill_ms: DECODING._replace(
+    lambda running, in_step, slack_ms, decode_ms, prefill_ms, observed_ms: DECODING._replace(
         running=running,
         in_step=in_step,
         tpot_deadline_ns=NOW_NS + ms_to_ns(slack_ms),
         decode_predicted_ns=ms_to_ns(decode_ms),
         prefill_predicted_ns=ms_to_ns(prefill_ms),
+        prefill_p99_ns=ms_to_ns(observed_ms),
     ),
     st.integers(1, 64),
     st.integers(0, 1),
     st.floats(-100, 300),
     st.floats(0.1, 50),
-    st.floats(0, 300),
+    st.just(0) | st.floats(0, 300),
+    st.just(0) | st.floats(0, 300),
+)
+idle_readings = st.builds(
+    lambda prefill_ms, observed_ms: IDLE._replace(
+        prefill_predicted_ns=ms_to_ns(prefill_ms), prefill_p99_ns=ms_to_ns(observed_ms)
+    ),
+    st.just(0) | st.floats(0, 300),
+    st.just(0) | st.floats(0, 300),
 )
 policies = st.builds(
     lambda cap, margin_ms, ttft_ms: SLACK._replace(
@@ -101,6 +110,16 @@ def test_an_observed_prefill_stands_in_for_a_predicted_one() -> None:
 def test_steps_in_flight_use_up_slack() -> None:
     admission = calibrated().decide(DECODING, SLACK, NOW_NS, in_flight_ns=ms_to_ns(50))
     assert admission.tokens in {39, 40}
+
+
+@pytest.mark.parametrize("mode", [GateMode.STRICT, GateMode.SLACK])
+def test_beside_an_idle_engine_an_arrival_waits_for_the_steps_in_flight_too(mode: GateMode) -> None:
+    """250 ms - 60 ms for its prefill - 5 ms margin - 160 ms in flight: 25 ms, 40 tokens."""
+    idle, policy = IDLE._replace(prefill_predicted_ns=ms_to_ns(60)), SLACK._replace(mode=mode)
+    admission = calibrated().decide(idle, policy, NOW_NS, in_flight_ns=ms_to_ns(160))
+    assert admission.reason == GateReason.OPEN_IDLE
+    assert admission.tokens in {39, 40}
+    assert calibrated().decide(idle, policy, NOW_NS).tokens > admission.tokens
 
 
 def test_the_engine_s_own_margin_counts_where_it_is_larger() -> None:
@@ -174,7 +193,7 @@ def test_closed_for_every_unknown_board(gate: AdmissionGate, unknown: Unknown, p
 
 
 @settings(deadline=None)
-@given(gates, readings | decoding_readings, policies, st.integers(0, ms_to_ns(100)))
+@given(gates, readings | decoding_readings | idle_readings, policies, st.integers(0, ms_to_ns(100)))
 def test_never_more_than_fits(
     gate: AdmissionGate, slack: SlackReading, policy: GatePolicy, in_flight_ns: int
 ) -> None:
@@ -185,6 +204,11 @@ def test_never_more_than_fits(
     assert slack.waiting == 0
     if admission.reason == GateReason.OPEN_IDLE:
         assert (slack.running, slack.in_step) == (0, 0)
+        if admission.tokens > TOKENS_FLOOR:
+            margin_ns = max(policy.margin_ns, gate.latency.margin_ns())
+            needed_ns = gate.latency.predict_ns(admission.tokens) + margin_ns + in_flight_ns
+            needed_ns += slack.prefill_predicted_ns or slack.prefill_p99_ns
+            assert needed_ns <= policy.ttft_slo_ns
         return
     assert admission.reason == GateReason.OPEN_SLACK
     assert slack.pending_prefill_tokens == 0
@@ -192,7 +216,8 @@ def test_never_more_than_fits(
     margin_ns = max(policy.margin_ns, gate.latency.margin_ns())
     needed_ns = gate.latency.predict_ns(admission.tokens) + margin_ns + in_flight_ns
     assert NOW_NS + needed_ns <= slack.tpot_deadline_ns
-    needed_by_arrival_ns = needed_ns + slack.decode_predicted_ns + slack.prefill_predicted_ns
+    prefill_ns = slack.prefill_predicted_ns or slack.prefill_p99_ns
+    needed_by_arrival_ns = needed_ns + slack.decode_predicted_ns + prefill_ns
     assert needed_by_arrival_ns <= policy.ttft_slo_ns
     assert slack.ttft_budget_ns <= 0 or needed_by_arrival_ns <= slack.ttft_budget_ns
     assert NOW_NS <= admission.valid_until_ns <= policy.alive_until_ns
@@ -224,28 +249,39 @@ def test_no_tiny_steps_beside_requests(gate: AdmissionGate, slack: SlackReading,
 
 
 @settings(deadline=None)
-@given(gates, readings | decoding_readings, policies, st.integers(0, ms_to_ns(100)))
+@given(gates, readings | decoding_readings | idle_readings, policies, st.integers(0, ms_to_ns(100)))
 def test_strict_knows_nothing_of_slack(
     gate: AdmissionGate, slack: SlackReading, policy: GatePolicy, in_flight_ns: int
 ) -> None:
-    """Deadlines and predictions do not change what STRICT answers; it opens only beside an idle engine."""
+    """Deadlines and decodes do not change what STRICT answers; it opens only beside an idle engine."""
     strict = policy._replace(mode=GateMode.STRICT)
     admission = gate.decide(slack, strict, NOW_NS, in_flight_ns=in_flight_ns)
-    blank = slack._replace(
-        ttft_deadline_ns=NEVER, tpot_deadline_ns=NEVER, prefill_predicted_ns=0, decode_predicted_ns=0
-    )
-    assert admission == gate.decide(blank, strict, NOW_NS)
+    blank = slack._replace(ttft_deadline_ns=NEVER, tpot_deadline_ns=NEVER, decode_predicted_ns=0)
+    assert admission == gate.decide(blank, strict, NOW_NS, in_flight_ns=in_flight_ns)
     assert not admission.open or (slack.waiting, slack.running, slack.in_step) == (0, 0, 0)
 
 
 @settings(deadline=None)
-@given(gates, st.lists(readings | decoding_readings, min_size=1, max_size=4), policies)
+@given(gates, st.lists(readings | decoding_readings | idle_readings, min_size=1, max_size=4), policies)
 def test_several_boards_admit_no_more_than_the_strictest_of_them(
     gate: AdmissionGate, boards: list[SlackReading], policy: GatePolicy
 ) -> None:
     each = [gate.decide(board, policy, NOW_NS) for board in boards]
     together = gate.decide(strictest(boards), policy, NOW_NS)
     assert together.tokens <= min(one.tokens for one in each)
+
+
+@pytest.mark.parametrize("board", [DECODING, IDLE])
+def test_a_rank_that_only_observed_its_prefills_hides_behind_none_that_predicts_them(
+    board: SlackReading,
+) -> None:
+    """One rank expects 60 ms, the other has seen 205 ms, and has no model yet."""
+    one = board._replace(prefill_predicted_ns=ms_to_ns(60), tpot_deadline_ns=NOW_NS + NS_PER_S)
+    other = one._replace(prefill_predicted_ns=0, prefill_p99_ns=ms_to_ns(205))
+    gate = calibrated()
+    assert gate.decide(one, SLACK, NOW_NS).tokens > gate.decide(other, SLACK, NOW_NS).tokens
+    for boards in ([one, other], [other, one]):
+        assert gate.decide(strictest(boards), SLACK, NOW_NS) == gate.decide(other, SLACK, NOW_NS)
 
 
 def test_no_board_at_all_is_an_error() -> None:
