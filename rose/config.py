@@ -54,6 +54,9 @@ class NodeConfig(_Section, frozen=True):
     """An engine that does not answer its health probe by then counts as dead."""
     engine_stop_grace_s: float = 10
     """Time an engine has to end by itself before it is killed."""
+    adopt_grace_s: float = 0
+    """How long engines outlive a rosed that was killed, with closed gates, for the next one to take
+    them over; 0 ends them with it."""
     restart_backoff_s: float = 2
     """Wait before a dead engine is started again; doubles up to the next key."""
     restart_backoff_max_s: float = 60

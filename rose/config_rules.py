@@ -34,7 +34,8 @@ _ABOVE_ZERO = (
     "job.trajectories_per_replica_max", "lending.switchback_window_s",
 )  # fmt: skip
 _NOT_NEGATIVE = (
-    "node.weights_undo_max", "device.memory_bytes", "mps.memory_bytes", "memory.shared_kv_bytes",
+    "node.adopt_grace_s", "node.weights_undo_max", "device.memory_bytes", "mps.memory_bytes",
+    "memory.shared_kv_bytes",
     "admission.token_cap", "admission.margin_ms", "relay.pace_bytes_per_s",
     "lending.harm_requests_min", "lending.drill_period_s",
     "job.n_rl", "job.n_serving_max", "job.staleness_max", "scheduler.lease_min_s",

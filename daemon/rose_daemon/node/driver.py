@@ -247,6 +247,7 @@ class NodeDriver:
         if (pin := self._store.pin(self.config.job.id)) is not None:
             self.keeper.pin(pin)
             self.emit(PinRequested(self.config.job.id, pin))
+        await self.engines.adopt()
         self.lending.begin()
         tasks = [
             asyncio.create_task(work, name=name)

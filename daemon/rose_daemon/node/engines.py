@@ -1,9 +1,9 @@
 """Rollout engine processes: start, readiness, exit, stop.
 
-Every engine runs under a warden (`warden.py`) and dies with rosed: a restarted rosed starts them afresh from
-the host's copy of the checkpoint, or from the checkpoint itself and staged deltas.  Adopting the engines of
-a former rosed is not supported yet; until then a dead rosed means dead engines, so that nothing runs that
-nobody gates.
+Every engine runs under a warden (`warden.py`) and ends with rosed.  Where `node.adopt_grace_s` is set it
+waits that long behind its closed gate after rosed was killed, and the next rosed takes it over (`adopt`).
+All others are started afresh, from the host's copy of the checkpoint, or the checkpoint itself and staged
+deltas.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ import sys
 from collections.abc import Callable, Coroutine
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import structlog
 
 from rose.config import Config, ReplicaConfig
+from rose.core.adoption import refusal, weights_refusal
 from rose.core.events import EngineExited, EngineReady, EngineStarted, NodeEvent
 from rose.engines.vllm.launch import EngineCommand
 from rose.engines.vllm.settings import PluginSettings
 from rose.units import ReplicaId, WeightVersion
-from rose_daemon.node import warden
+from rose_daemon.node import adoption, warden
 from rose_daemon.node.engine_http import EngineClient, EngineRefused, EngineUnreachable
 from rose_daemon.node.keeper import CopyKeeper, Source
 from rose_daemon.node.warden import KILL
@@ -38,6 +39,8 @@ CommandBuilder = Callable[[ReplicaConfig, Config], EngineCommand]
 
 _READY_POLL_S = 0.25
 _KILL_S = 60.0
+_ADOPT_S = 30.0
+"""Time an engine that outlived its rosed has to answer and be verified."""
 _UNREADABLE_MAX = 20
 """Answers of a healthy engine that it cannot read its own board, before it is given up."""
 _START_MARK = "rosed: starting "
@@ -48,16 +51,27 @@ _EXCEPTION = re.compile(
 )
 """The line that ends a traceback, as it is or behind the prefix of vLLM's logger."""
 
-log = structlog.get_logger("rosed.engines")
-
-
 log = structlog.get_logger("rosed")
+
+
+class EngineProcess(Protocol):
+    """A warden: our child, or one that we took over."""
+
+    @property
+    def pid(self) -> int:
+        """Its pid."""
+
+    async def wait(self) -> int:
+        """Until it has ended; the exit code."""
+
+    def send_signal(self, signal: int) -> None:
+        """Raises ProcessLookupError."""
 
 
 class Engine:
     """One running (or starting) engine."""
 
-    def __init__(self, url: str, process: asyncio.subprocess.Process, client: EngineClient) -> None:
+    def __init__(self, url: str, process: EngineProcess, client: EngineClient) -> None:
         self.url = url
         self.process = process
         self.client = client
@@ -137,6 +151,55 @@ class Engines:
             self.stop(replica, grace_s, "shutdown")
         await asyncio.gather(*self._tasks.values(), *self._stops.values(), return_exceptions=True)
 
+    async def adopt(self) -> None:
+        """Take over what outlived a former rosed, and end what cannot be; before anything is started."""
+        found = adoption.records(Path(self._config.node.run_dir))
+        await asyncio.gather(*map(self._adopt, found))
+
+    async def _adopt(self, record: adoption.EngineRecord) -> None:
+        sections = {str(each.id): each for each in self._config.replicas}
+        section = sections.get(record.identity.replica)
+        process = await adoption.take_over(record)
+        if process is None:
+            return  # gone, or not to be had: whatever is left of it ends by itself
+        wanted = None if section is None else adoption.identity(self._config, section, self._command(section))
+        reason = refusal(record.identity, wanted) if self._config.node.adopt_grace_s else "not_configured"
+        url = engine_url(section) if section else f"http://127.0.0.1:{record.identity.port}"
+        engine = Engine(url, process, self._connect(url))
+        version = WeightVersion(0)
+        if section is not None and not reason:
+            version, reason = await self._examine(section, engine)
+        if section is None or reason:
+            text = "an engine of a former rosed is ended"
+            log.warning(text, code="adoption_refused", subject=record.identity.replica, reason=reason)
+            await self._end(engine, self._config.node.engine_stop_grace_s)
+            return
+        self._running[section.id] = engine
+        self._emit(EngineReady(section.id, version, adopted=True))
+        self._emit(EngineStarted(section.id, process.pid))
+        self._tasks[section.id] = self._task(self._outlive(section.id, engine))
+
+    async def _examine(self, section: ReplicaConfig, engine: Engine) -> tuple[WeightVersion, str]:
+        """The version that a found engine holds, and why it cannot be kept; empty if it can."""
+        try:
+            async with asyncio.timeout(_ADOPT_S):
+                version = await self._first_answer(section.id, engine)
+                promised = await self._keeper.promised(section, version)
+                verified = None if promised is None else await self._loaded(engine, promised)
+        except TimeoutError:
+            return WeightVersion(0), "no_answer"
+        except EngineRefused as error:
+            return WeightVersion(0), f"refused: {error.what}"
+        return version, weights_refusal(version, verified)
+
+    async def _outlive(self, replica: ReplicaId, engine: Engine) -> None:
+        """The rest of the life of an engine that was taken over."""
+        try:
+            code = await engine.process.wait()
+        finally:
+            del self._running[replica]
+        self._emit(EngineExited(replica, code, engine.stop_reason or self._epitaph(replica, code)))
+
     async def _live(self, replica: ReplicaId, attempt: int) -> None:
         """One incarnation, from spawn to exit."""
         section = self._config.replica(replica)
@@ -173,12 +236,13 @@ class Engines:
         self, section: ReplicaConfig, attempt: int, source: Source | None
     ) -> asyncio.subprocess.Process:
         node = self._config.node
+        adoptable = adoption.order(
+            self._config, adoption.identity(self._config, section, self._command(section))
+        )
         if source is not None:
             section = msgspec.structs.replace(section, model=str(source.path))
-        if section.kind == "opportunistic" and not section.cpus:
-            section = msgspec.structs.replace(section, cpus=self._config.device.cpus)
-        command = self._build(section, self._config)
-        env = command.env
+        command = self._command(section)
+        env = command.env | (adoptable or {})
         if source is not None:
             env = env | {f"{PluginSettings.PREFIX}WEIGHT_VERSION": str(source.version)}
         log = self.log_path(section.id)
@@ -197,6 +261,11 @@ class Engines:
             stderr=None,
             start_new_session=True,
         )
+
+    def _command(self, section: ReplicaConfig) -> EngineCommand:
+        if section.kind == "opportunistic" and not section.cpus:
+            section = msgspec.structs.replace(section, cpus=self._config.device.cpus)
+        return self._build(section, self._config)
 
     async def _await_ready(self, replica: ReplicaId, engine: Engine, source: Source | None) -> None:
         """Poll until the engine answers as the one we started.  Too long a wait is for the machine to end."""

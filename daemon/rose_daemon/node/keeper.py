@@ -114,6 +114,19 @@ class CopyKeeper:
         digests = await asyncio.shield(self._checkpoints[path])
         return None if digests is None else Source(path, WeightVersion(0), digests)
 
+    async def promised(self, section: ReplicaConfig, version: WeightVersion) -> Source | None:
+        """What an engine that says it holds `version` must hold, by its checkpoint or the relay.
+
+        None where neither tells.
+        """
+        if version == 0:
+            return await self.checkpoint(section)
+        with contextlib.suppress(TimeoutError, RoseError):
+            async with asyncio.timeout(_ASK_RELAY_S):
+                committed = await self._relay.manifest(self._job, version)
+            return Source(Path(section.model), version, committed.manifest.target_digests)
+        return None
+
     async def decode(self, version_dir: Path) -> Path:
         """The directory of a staged version's patches, decoded here if need be; once for all engines.
 

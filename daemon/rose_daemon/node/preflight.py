@@ -15,6 +15,7 @@ from rose.core.readings import GatePolicy, SlackReading
 from rose.errors import ConfigError, NotReady, RoseError
 from rose.secret import read_secret
 from rose.weights.checkpoint import open_checkpoint
+from rose_daemon.node import adoption
 from rose_daemon.node.engines import free_port, port_is_free
 
 
@@ -26,10 +27,12 @@ def check_host(config: Config) -> None:
     """
     for key in ("state_dir", "run_dir"):
         _check_directory(key, Path(getattr(config.node, key)))
+    held = adoption.ports_held(Path(config.node.run_dir))
     for section in config.replicas:
         _check_model(section)
         _check_cores(section.id, (*section.cpus, *section.api_cpus))
-        if section.port and not port_is_free(section.host, section.port):
+        ours = held.get(section.id) == section.port
+        if section.port and not ours and not port_is_free(section.host, section.port):
             raise NotReady(
                 f"replica {section.id}: port {section.port} on {section.host} is in use",
                 f"end what listens there, or change replicas.{section.id}.port (0 takes a free one)",
@@ -56,9 +59,15 @@ def prepare_host(config: Config) -> None:
 
 
 def with_ports(config: Config) -> Config:
-    """The same configuration, with a free port for every replica that asks for any."""
+    """The same configuration, with a free port for every replica that asks for any.
+
+    An engine that outlived its rosed keeps the one that it has.
+    """
+    held = adoption.ports_held(Path(config.node.run_dir))
     replicas = tuple(
-        section if section.port else msgspec.structs.replace(section, port=free_port(section.host))
+        section
+        if section.port
+        else msgspec.structs.replace(section, port=held.get(section.id) or free_port(section.host))
         for section in config.replicas
     )
     return msgspec.structs.replace(config, replicas=replicas)

@@ -7,6 +7,10 @@ engine started comes back to it when orphaned, and all of it is killed before th
 
 - Standard input is the lifeline.  rosed holds the other end; when rosed dies, even by SIGKILL, it closes
   and the warden ends the engine: SIGTERM, GRACE_S seconds, SIGKILL.
+- ROSE_WARDEN_ADOPTION in its own environment (JSON: grace_s, directory, record, body) gives the engine a
+  grace after that.  Before the engine is started, RECORD is written: BODY, and how to find this warden.  A
+  later rosed connects to the socket named there and is the lifeline from then on; if none comes within
+  grace_s, the engine ends as above.  A warden that was told to stop before gives no grace.
 - SIGTERM: terminate the engine.  SIGUSR1: kill it.
 - If the warden itself dies, the kernel sends the engine's first process SIGTERM (PR_SET_PDEATHSIG).
 - ROSE_WARDEN_BEFORE_KILL in its own environment (a JSON list) is run as a script, with the pids added, before
@@ -24,15 +28,19 @@ import json
 import os
 import selectors
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import FrameType
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 BEFORE_KILL = "ROSE_WARDEN_BEFORE_KILL"
+ADOPTION = "ROSE_WARDEN_ADOPTION"
+ADOPTED = b"adopted\n"
+"""What a warden says to the rosed that is its lifeline from then on; at its end the exit code follows."""
 _RETRY_S = 5.0
 KILL = signal.SIGUSR1
 """What tells a warden to kill its engine at once."""
@@ -72,18 +80,57 @@ class BoundedLog:
         former.close()
 
 
+class Nursery:
+    """Where a later rosed finds the warden of an engine that has lost its own.  Raises OSError."""
+
+    def __init__(self, grace_s: float, directory: str, record: str, body: dict[str, Any]) -> None:
+        self.grace_s = grace_s
+        self._record = Path(record)
+        self._path = Path(directory) / f"warden-{os.getpid()}.sock"
+        self._path.unlink(missing_ok=True)  # of a former process of our pid
+        self.listener = socket.socket(socket.AF_UNIX)
+        self.listener.bind(str(self._path))
+        self._path.chmod(0o600)
+        self.listener.listen()
+        stat = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
+        self._body = {**body, "pid": os.getpid(), "start_ticks": int(stat[19]), "socket": str(self._path)}
+        draft = self._record.with_name(f".{self._record.name}.{os.getpid()}")
+        draft.write_text(json.dumps(self._body))
+        draft.chmod(0o600)
+        draft.replace(self._record)
+
+    def close(self) -> None:
+        """Take socket and record away, unless the record is another warden's by now."""
+        self.listener.close()
+        with contextlib.suppress(OSError, ValueError):
+            self._path.unlink(missing_ok=True)
+            if json.loads(self._record.read_bytes()) == self._body:
+                self._record.unlink()
+
+
 class Warden:
     """Runs one engine to its end."""
 
     def __init__(
-        self, argv: list[str], log: BoundedLog, grace_s: float, before_kill: tuple[str, ...] = ()
+        self,
+        argv: list[str],
+        log: BoundedLog,
+        grace_s: float,
+        before_kill: tuple[str, ...] = (),
+        nursery: Nursery | None = None,
     ) -> None:
+        self._nursery = nursery
+        self._parent: socket.socket | None = None
+        """The lifeline of an engine that was adopted."""
+        self._orphan_until: float | None = None
+        """Set while there is no lifeline, and one may come."""
         self._argv = argv
         self._before_kill = before_kill
         self._log = log
         self._grace_s = grace_s
         self._kill_at: float | None = None
         self._stop_wanted = False
+        self._has_lifeline = True
         self._wake = -1
         self._engine: subprocess.Popen[bytes] | None = None
 
@@ -117,7 +164,14 @@ class Warden:
         self._kill_all()
         self._drain(engine)
         code = engine.wait()
+        self._last_words(code if code >= 0 else 128 - code)
         return code if code >= 0 else 128 - code
+
+    def _last_words(self, code: int) -> None:
+        """Tell a rosed that is not our parent how the engine ended."""
+        if self._parent is not None:
+            with contextlib.suppress(OSError):
+                self._parent.sendall(b"%d\n" % code)
 
     def _watch(self, engine: subprocess.Popen[bytes]) -> None:
         """Copy output until the engine's first process has ended."""
@@ -126,10 +180,17 @@ class Warden:
             selector.register(engine.stdout, selectors.EVENT_READ, self._on_output)
             selector.register(sys.stdin.buffer, selectors.EVENT_READ, self._on_lifeline)
             selector.register(self._wake, selectors.EVENT_READ, self._on_wake)
+            if self._nursery is not None:
+                selector.register(self._nursery.listener, selectors.EVENT_READ, self._on_newcomer)
             while not self._reap(engine.pid):
                 for key, _ in selector.select(self._patience_s()):
                     if not key.data(key.fd):
                         selector.unregister(key.fileobj)
+                if self._parent is not None and self._parent.fileno() not in selector.get_map():
+                    selector.register(self._parent, selectors.EVENT_READ, self._on_lifeline)
+                if self._orphan_until is not None and time.monotonic() >= self._orphan_until:
+                    self._orphan_until = None
+                    self._end_unasked(b"rosed is gone and none came: stopping the engine\n")
                 if self._kill_wanted():
                     self._kill_all()
 
@@ -156,7 +217,8 @@ class Warden:
             pass
 
     def _patience_s(self) -> float | None:
-        return None if self._kill_at is None else max(0.0, self._kill_at - time.monotonic())
+        instants = [at for at in (self._kill_at, self._orphan_until) if at is not None]
+        return max(0.0, min(instants) - time.monotonic()) if instants else None
 
     @staticmethod
     def _reap(engine_pid: int) -> bool:
@@ -182,10 +244,39 @@ class Warden:
         except ConnectionResetError:
             alive = False
         if not alive:
-            self._log.write(b"rosed is gone: stopping the engine\n")
-            self._terminate()
-            self._kill_at = time.monotonic() + self._grace_s
+            self._bereaved()
         return alive
+
+    def _bereaved(self) -> None:
+        """The lifeline broke.  Whoever comes next is accepted only after this."""
+        self._has_lifeline, self._parent = False, None
+        if self._nursery is None or self._stop_wanted:
+            self._end_unasked(b"rosed is gone: stopping the engine\n")
+            return
+        self._orphan_until = time.monotonic() + self._nursery.grace_s
+        self._log.write(b"rosed is gone: waiting %g s for another one\n" % self._nursery.grace_s)
+
+    def _end_unasked(self, why: bytes) -> None:
+        self._log.write(why)
+        self._stop_wanted = True
+        self._terminate()
+        self._kill_at = time.monotonic() + self._grace_s
+
+    def _on_newcomer(self, _descriptor: int) -> bool:
+        """Another rosed: the lifeline from now on, if there is none.  It asks again if it was too early."""
+        assert self._nursery is not None
+        newcomer, _ = self._nursery.listener.accept()
+        if self._has_lifeline or self._stop_wanted:
+            newcomer.close()
+            return True
+        try:
+            newcomer.sendall(ADOPTED)
+        except OSError:
+            newcomer.close()
+            return True
+        self._parent, self._has_lifeline, self._orphan_until = newcomer, True, None
+        self._log.write(b"another rosed has come: the engine stays\n")
+        return True
 
     def _on_term(self, _signal: int, _frame: FrameType | None) -> None:
         self._stop_wanted = True
@@ -287,7 +378,19 @@ def main() -> None:
     log, bytes_max, grace_s, separator, *argv = sys.argv[1:]
     assert separator == "--"
     before_kill = tuple(json.loads(os.environ.pop(BEFORE_KILL, "[]")))
-    sys.exit(Warden(argv, BoundedLog(Path(log), int(bytes_max)), float(grace_s), before_kill).run())
+    bounded = BoundedLog(Path(log), int(bytes_max))
+    adoption = json.loads(os.environ.pop(ADOPTION, "null"))
+    nursery: Nursery | None = None
+    if adoption is not None:
+        try:
+            nursery = Nursery(**adoption)
+        except OSError as error:  # no worse than without: the engine ends with its rosed
+            bounded.write(f"rosed: the engine cannot be adopted: {error}\n".encode())
+    try:
+        sys.exit(Warden(argv, bounded, float(grace_s), before_kill, nursery).run())
+    finally:
+        if nursery is not None:
+            nursery.close()
 
 
 if __name__ == "__main__":
