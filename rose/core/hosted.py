@@ -151,10 +151,16 @@ class HostedReplica:
             overdue += self.terms.obeyed(reading.policy_revision, self.settings.replica, now_ns)
         return overdue
 
-    def memory_observed(self, reading: MemoryReading, now_ns: int) -> list[NodeEffect]:
-        """The shared device's memory was read."""
-        cut = self.memory.observed(reading, now_ns) if self.memory else None
-        return [self._say_cut(cut)] if cut else []
+    def memory_observed(
+        self, reading: MemoryReading, now_ns: int, *, may_grow: bool, taken_bytes: int
+    ) -> tuple[list[NodeEffect], int]:
+        """The shared device's memory was read; also by how many bytes the budget has grown."""
+        if self.memory is None:
+            return [], 0
+        before_blocks = self.memory.budget_blocks
+        cut = self.memory.observed(reading, now_ns, may_grow=may_grow, taken_bytes=taken_bytes)
+        grown_blocks = max(0, self.memory.budget_blocks - before_blocks)
+        return [self._say_cut(cut)] if cut else [], grown_blocks * self.settings.block_bytes
 
     def set_terms(self, closed: GateReason | None, reserve_bytes: int) -> None:
         """Whether anything is lent, and what has to stay free."""

@@ -16,7 +16,7 @@ that wants more could not show it.  Every further cut has a floor of its own, do
 
 An RL step thaws.  The budget then grows by what the next known reading shows to be free beyond the
 headroom: never on an unknown reading, never on one from before the thaw, never on one that cannot tell
-serving's bytes from others.
+serving's bytes from others, and never while another engine on the device starts or changes.
 """
 
 from __future__ import annotations
@@ -142,8 +142,14 @@ class MemoryPolicy:
         self.total_blocks = total_blocks
         self.budget_blocks = total_blocks if uncut or first else min(self.budget_blocks, total_blocks)
 
-    def observed(self, reading: MemoryReading, now_ns: int) -> Cut | None:
-        """The device's memory was read; answers the cut to make, if any."""
+    def observed(
+        self, reading: MemoryReading, now_ns: int, *, may_grow: bool = True, taken_bytes: int = 0
+    ) -> Cut | None:
+        """The device's memory was read; answers the cut to make, if any.
+
+        A budget that is to grow waits until it `may_grow`, and leaves alone `taken_bytes` of what is spare:
+        other budgets have grown by those since the reading.
+        """
         spare = reading.spare_bytes(self._settings.headroom_share)
         headroom = reading.headroom_bytes(self._settings.headroom_share)
         if isinstance(spare, Unknown) or isinstance(headroom, Unknown):
@@ -154,10 +160,10 @@ class MemoryPolicy:
         self._raise_floor(spare, now_ns)
         if spare < 0:
             return self._cut("headroom_entered") if cut_due else None
-        if self._grow_due and self.total_blocks and reading.attributed:
+        if self._grow_due and may_grow and self.total_blocks and reading.attributed:
             assert self.state is MemoryState.NORMAL, self.state
             self._grow_due = False
-            self._grow(spare)
+            self._grow(max(0, spare - taken_bytes))
         return None
 
     def reclaim(self, reason: str) -> Cut | None:

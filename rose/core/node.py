@@ -141,9 +141,16 @@ class NodeMachine:
                 return self._say_serving()
             case MemoryObserved():
                 self._device.memory_observed(event, self._now_ns)
-                said: list[NodeEffect] = []
-                for hosted in self.replicas.values():
-                    said += hosted.memory_observed(self._device.memory(self._now_ns), self._now_ns)
+                said, taken_bytes = list[NodeEffect](), 0
+                for hosted in self.replicas.values():  # all would grow by the same bytes
+                    more, grown_bytes = hosted.memory_observed(
+                        self._device.memory(self._now_ns),
+                        self._now_ns,
+                        may_grow=self._device_free(hosted),
+                        taken_bytes=taken_bytes,
+                    )
+                    said += more
+                    taken_bytes += grown_bytes
                 return said
             case DeviceObserved():
                 if self._device.observed(event):

@@ -15,6 +15,7 @@ from rose.core.events import (
     NodeEvent,
     ReclaimRequested,
     ReplicaObserved,
+    StepBegan,
     Tick,
 )
 from rose.core.lifecycle import ReplicaState
@@ -30,8 +31,14 @@ ZEROS = ReplicaReading(*[0] * len(ReplicaReading._fields))
 class Host:
     """A machine whose engines obey when told to."""
 
-    def __init__(self, *, follows_leases: bool = False, two: str = "cpu-0") -> None:
-        common = {"url": "", "model": "m", "block_tokens": 32, "context_tokens_max": 2048}
+    def __init__(self, *, follows_leases: bool = False, two: str = "cpu-0", block_bytes: int = 0) -> None:
+        common = {
+            "url": "",
+            "model": "m",
+            "block_tokens": 32,
+            "context_tokens_max": 2048,
+            "block_bytes": block_bytes,
+        }
         lent = {"kind": "opportunistic", "follows_leases": follows_leases, **common}
         replicas = (
             ReplicaSettings(replica=ONE, device="cpu-0", **lent),  # type: ignore[arg-type]
@@ -184,6 +191,42 @@ def test_an_emergency_cut_does_not_wait_for_a_change() -> None:
     host.run(ONE, TWO, DED)
     host(ActivityRequested(ONE, active=False), ReclaimRequested(TWO, "drill"))
     assert host.policies[TWO].kv_budget_blocks == 50
+
+
+def cut_and_thawed(**more: int) -> Host:
+    """Two replicas whose budgets were halved, and are to grow again."""
+    host = Host(**more)
+    host.run(ONE, TWO, DED)
+    host(ReclaimRequested(ONE, "drill"), ReclaimRequested(TWO, "drill"))
+    host.obey(ONE)
+    host.obey(TWO)
+    host(StepBegan(JobId("j"), 1, WeightVersion(0)))
+    return host
+
+
+def budgets(host: Host) -> list[int]:
+    return [host.policies[each].kv_budget_blocks or 100 for each in (ONE, TWO)]
+
+
+@pytest.mark.parametrize(
+    ("spare_bytes", "grown"), [(800, (100, 80)), (600, (100, 60)), (500, (100, 50)), (300, (80, 50))]
+)
+def test_budgets_that_grow_at_once_share_what_is_spare(spare_bytes: int, grown: tuple[int, int]) -> None:
+    """One reading says what is free for all of them together, not for each."""
+    host = cut_and_thawed(block_bytes=10)
+    host(MemoryObserved(0, 200 + spare_bytes, 1000))
+    assert tuple(budgets(host)) == grown
+
+
+def test_a_budget_grows_after_a_change_on_its_device_and_not_meanwhile() -> None:
+    host = cut_and_thawed()
+    host(EngineExited(ONE, -9, "killed"))
+    host(Tick(), ms=60_000)
+    assert host.view(ONE).state == ReplicaState.STARTING
+    host(MemoryObserved(100, 800, 1000))
+    assert budgets(host)[1] == 50, "the engine that starts has not taken its memory yet"
+    host(EngineReady(ONE, WeightVersion(0)), MemoryObserved(100, 800, 1000))
+    assert budgets(host)[1] == 100
 
 
 def test_an_inactive_replica_has_nothing_to_reclaim() -> None:
