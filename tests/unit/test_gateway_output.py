@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.completion import Completion
+from rose_daemon.scheduler import sglang_engine
 from rose_daemon.scheduler.dialects import chunk_writer, openai, parse, whole_body
 from rose_daemon.scheduler.engine_streams import EngineError, EventSplitter, Garbage, OpenAiReader
 from rose_daemon.scheduler.errors import Failure
@@ -196,6 +197,27 @@ def test_an_error_in_a_stream_is_no_chunk(dialect: Dialect) -> None:
     with pytest.raises(EngineError) as raised:
         read_chunk(dialect, {"error": {"message": "no", "code": 400}})
     assert raised.value.error["code"] == 400
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"text": ["x"]},
+        {"text": None},
+        {"output_ids": ["7"]},
+        {"output_ids": 7},
+        {"meta_info": []},
+        {"index": "0"},
+    ],
+)
+def test_what_is_no_chunk_of_sglangs_raises(wrong: dict[str, Any]) -> None:
+    chunk = {"text": "x", "output_ids": [7], "meta_info": {"completion_tokens": 1}}
+    reader = sglang_engine.Reader({"prompt": [1]})
+    assert [piece.text for piece in reader.read(msgspec.json.encode(chunk))] == ["x"]
+    with pytest.raises(Garbage):
+        sglang_engine.Reader({"prompt": [1]}).read(msgspec.json.encode(chunk | wrong))
+    with pytest.raises(EngineError):
+        reader.read(b'{"error": {"message": "no", "code": 400}}')
 
 
 def test_logprobs_of_another_number_of_tokens_are_garbage() -> None:

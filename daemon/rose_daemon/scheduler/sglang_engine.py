@@ -6,6 +6,7 @@ as they are; without ids such a turn begins again after a cut.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -63,6 +64,33 @@ def generate_body(body: Mapping[str, Any]) -> dict[str, Any]:
     return asked
 
 
+class _Chunk(msgspec.Struct, gc=False):
+    """A chunk: all of it must be there, what it says of errors apart."""
+
+    text: str
+    output_ids: list[int]
+    meta_info: dict[str, Any]
+    index: int | None = None
+
+
+class _ErrorChunk(msgspec.Struct, gc=False):
+    error: dict[str, Any]
+
+
+_decode = msgspec.json.Decoder(_Chunk).decode
+_decode_error = msgspec.json.Decoder(_ErrorChunk).decode
+
+
+def _chunk(data: bytes) -> _Chunk:
+    """Raises EngineError, and DecodeError (RecursionError) for another shape."""
+    try:
+        return _decode(data)
+    except msgspec.ValidationError:
+        with contextlib.suppress(msgspec.ValidationError):
+            raise EngineError(_decode_error(data).error) from None
+        raise
+
+
 class Reader:
     """Makes pieces of the chunks of one stream, which repeat everything so far (or, where the server streams
     increments, only what is new).
@@ -80,10 +108,7 @@ class Reader:
     def read(self, data: bytes) -> list[Piece]:
         """The piece in a chunk.  Raises EngineError, and Garbage when it has not SGLang's shape."""
         try:
-            chunk = msgspec.json.decode(data, type=dict[str, Any])
-            if isinstance(error := chunk.get("error"), dict):
-                raise EngineError(error)
-            return [self._piece(chunk)]
+            return [self._piece(_chunk(data))]
         except (
             msgspec.DecodeError,
             LookupError,
@@ -94,15 +119,12 @@ class Reader:
         ) as error:
             raise Garbage(str(error)) from None
 
-    def _piece(self, chunk: dict[str, Any]) -> Piece:
-        index = chunk.get("index") or 0
-        meta = chunk["meta_info"]
+    def _piece(self, chunk: _Chunk) -> Piece:
+        index, meta, ids, text = chunk.index or 0, chunk.meta_info, chunk.output_ids, chunk.text
         characters, tokens = self._shown.get(index, (0, 0))
         total = meta["completion_tokens"]
-        ids = chunk["output_ids"]
         new = total - tokens
         repeats = len(ids) == total
-        text = chunk["text"]
         piece = Piece(
             index=index,
             text=text[characters:] if repeats else text,
