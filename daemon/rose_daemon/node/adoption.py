@@ -32,7 +32,7 @@ _GOES_BY = ("ROSE_ENGINE_", "VLLM_", "CUDA_", "NVIDIA_", "OMP_", "NCCL_", "HF_",
 """Beginnings of the names of what an engine goes by; the rest differs from start to start of a service."""
 _SHARED = (GatePolicy, ReplicaReading, GateTransition, StepRecord)
 _PEER = struct.Struct("3i")
-_TRIES, _TRY_S, _ANSWER_S = 20, 0.1, 5.0
+_TRIES, _TRY_S, _ANSWER_S = 20, 0.1, 10.0
 _KILLED = 128 + signal.SIGKILL
 
 

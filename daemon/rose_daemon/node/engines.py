@@ -172,7 +172,10 @@ class Engines:
         if section is None or reason:
             text = "an engine of a former rosed is ended"
             log.warning(text, code="adoption_refused", subject=record.identity.replica, reason=reason)
-            await self._end(engine, self._config.node.engine_stop_grace_s)
+            grace_s = self._config.node.engine_stop_grace_s
+            with contextlib.suppress(TimeoutError):  # its warden goes on trying
+                async with asyncio.timeout(grace_s + _KILL_S):
+                    await self._end(engine, grace_s)
             return
         self._running[section.id] = engine
         self._emit(EngineReady(section.id, version, adopted=True))
