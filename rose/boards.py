@@ -86,15 +86,16 @@ _lseek = ctypes.PyDLL(None).lseek
 _lseek.restype = ctypes.c_int64
 
 
-class _File:
-    """The open file behind a page."""
+class SharedFile:
+    """The open file behind a mapping of `nbytes`."""
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, descriptor: int, nbytes: int) -> None:
         self.descriptor = descriptor
+        self._nbytes = nbytes
 
     def whole(self) -> bool:
-        """Whether the page may be touched."""
-        return bool(_lseek(self.descriptor, 0, os.SEEK_END) >= PAGE_BYTES)
+        """Whether all of the mapping may be touched."""
+        return bool(_lseek(self.descriptor, 0, os.SEEK_END) >= self._nbytes)
 
     def __del__(self) -> None:
         os.close(self.descriptor)
@@ -112,7 +113,7 @@ class Bell:
     nudges in the high half.
     """
 
-    def __init__(self, page: mmap.mmap, file: _File) -> None:
+    def __init__(self, page: mmap.mmap, file: SharedFile) -> None:
         self._file = file
         self._word = ctypes.c_uint32.from_buffer(page, _BELL_AT)
         self._awaited = ctypes.c_uint32.from_buffer(page, _AWAITED_AT)
@@ -191,7 +192,7 @@ class Activity:
     Good for telling what ran beside a step; no gate may hang on it.
     """
 
-    def __init__(self, page: mmap.mmap, file: _File) -> None:
+    def __init__(self, page: mmap.mmap, file: SharedFile) -> None:
         self._file = file
         self._since = ctypes.c_int64.from_buffer(page, _ACTIVITY_AT)
         self._busy = ctypes.c_int64.from_buffer(page, _ACTIVITY_AT + 8)
@@ -238,7 +239,7 @@ class _Mapping(Generic[RecordT]):
         if self._words > WORDS_MAX:
             raise RoseError(f"{kind.__name__} does not fit in a board slot")
         flags = os.O_RDWR | (os.O_CREAT if create else 0)
-        self._file = _File(os.open(path, flags, 0o600))
+        self._file = SharedFile(os.open(path, flags, 0o600), PAGE_BYTES)
         if create and not self._file.whole():
             os.ftruncate(self._file.descriptor, PAGE_BYTES)
         self._page = mmap.mmap(self._file.descriptor, PAGE_BYTES)

@@ -2,7 +2,8 @@
 
 A ring is a file under /dev/shm with one writer and one reader.  A full ring drops what comes next and
 counts it: the writer is in the middle of a step and waits for nobody.  Each record carries a checksum over
-itself and its number, so that the reader skips what a dying writer left half done.
+itself and its number, so that the reader skips what a dying writer left half done.  A ring that is cut short
+is made whole again by its writer, at the price of what was in it (see `rose.boards`).
 
 Layout, little-endian: magic u64 | layout u32 | records u32 | written u64 | fetched u64 | dropped u64 | ... |
 records from 64 on.  Record: words i64 x n, crc32 u64.  `written` and `dropped` are the writer's words,
@@ -17,6 +18,8 @@ import struct
 import zlib
 from pathlib import Path
 from typing import Generic, TypeVar
+
+from rose.boards import SharedFile
 
 RECORDS = 512
 """Room of a ring: ten seconds of a gate that changes fifty times a second."""
@@ -59,30 +62,42 @@ class RingWriter(Generic[RecordT]):
         self._shape = _Shape(kind)
         if path.exists() and path.stat().st_size != self._shape.size:
             path.unlink()  # never cut a file that a reader may have mapped
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            if os.fstat(descriptor).st_size != self._shape.size:
-                os.ftruncate(descriptor, self._shape.size)
-            self._page = mmap.mmap(descriptor, self._shape.size)
-        finally:
-            os.close(descriptor)
+        self._file = SharedFile(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), self._shape.size)
+        if not self._file.whole():
+            os.ftruncate(self._file.descriptor, self._shape.size)
+        self._page = mmap.mmap(self._file.descriptor, self._shape.size)
         if not self._shape.matches(self._page):
-            self._page[:] = bytes(self._shape.size)
-            _HEADER.pack_into(self._page, 0, _MAGIC, self._shape.layout, RECORDS)
+            self._clear()
         self._written = self._word(_WRITTEN_AT)
+        self.dropped = self._word(_DROPPED_AT)
+        """Records that found no room, since the ring was made; what was in one that was cut counts as one."""
+
+    def _clear(self) -> None:
+        self._page[:] = bytes(self._shape.size)
+        _HEADER.pack_into(self._page, 0, _MAGIC, self._shape.layout, RECORDS)
+
+    def _make_whole(self) -> None:
+        """Begin anew after somebody cut the file short: nobody knows what of it had been fetched."""
+        os.ftruncate(self._file.descriptor, self._shape.size)
+        self._clear()
+        self.dropped += 1
+        for offset, word in (
+            (_WRITTEN_AT, self._written),
+            (_FETCHED_AT, self._written),
+            (_DROPPED_AT, self.dropped),
+        ):
+            _U64.pack_into(self._page, offset, word)
 
     def _word(self, offset: int) -> int:
         return int(_U64.unpack_from(self._page, offset)[0])
 
-    @property
-    def dropped(self) -> int:
-        """Records that found no room, since the ring was made."""
-        return self._word(_DROPPED_AT)
-
     def write(self, record: RecordT) -> bool:
         """Add a record; False if the ring was full, and it is lost."""
+        if not self._file.whole():  # to touch what lies past its end would end this process
+            self._make_whole()
         if self._written - self._word(_FETCHED_AT) >= RECORDS:
-            _U64.pack_into(self._page, _DROPPED_AT, self.dropped + 1)
+            self.dropped += 1
+            _U64.pack_into(self._page, _DROPPED_AT, self.dropped)
             return False
         offset = self._shape.offset(self._written)
         end = offset + self._shape.words.size
@@ -104,17 +119,16 @@ class RingReader(Generic[RecordT]):
         self._inode = 0
         self.torn = 0
         """Records that were skipped, as their checksum was wrong."""
-
-    @property
-    def dropped(self) -> int:
+        self.dropped = 0
         """Records that the writer could not place, as of the latest `fetch`."""
-        return 0 if self._page is None else int(_U64.unpack_from(self._page, _DROPPED_AT)[0])
 
     def fetch(self) -> list[RecordT]:
         """All records since the last call, oldest first; makes room for further ones."""
         page = self._page = self._open()
         if page is None:
+            self.dropped = 0
             return []
+        (self.dropped,) = _U64.unpack_from(page, _DROPPED_AT)
         (written,) = _U64.unpack_from(page, _WRITTEN_AT)
         (fetched,) = _U64.unpack_from(page, _FETCHED_AT)
         if not written - RECORDS <= fetched <= written:  # nobody we know wrote that

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -96,6 +97,24 @@ def test_a_torn_record_is_skipped_and_counted(path: Path) -> None:
     writer._page[64 + 24 + 3] ^= 0xFF  # in the second record
     assert [record.number for record in reader.fetch()] == [0, 2]
     assert reader.torn == 1
+
+
+@pytest.mark.parametrize("length", [0, 20, 30, 64, 5000])
+def test_a_ring_that_is_cut_short_kills_nobody_and_is_made_whole(path: Path, length: int) -> None:
+    """What lies past the end of a file must not be touched: each of these calls would end the process."""
+    writer, reader = RingWriter(path, Pair), RingReader(path, Pair)
+    for number in range(RECORDS + 3):
+        writer.write(Pair(number, 0))
+    assert len(reader.fetch()) == RECORDS
+    os.truncate(path, length)
+    assert writer.dropped == reader.dropped == 3
+    assert reader.fetch() == []
+    assert reader.dropped == 0, "there is no ring now"
+    for number in range(3):
+        assert writer.write(Pair(number, 1))
+    assert reader.fetch() == [Pair(number, 1) for number in range(3)]
+    assert writer.dropped == reader.dropped == 4, "something was lost"
+    assert path.stat().st_size == len(writer._page)
 
 
 @pytest.mark.parametrize("content", [b"", b"short", b"x" * 100_000])
