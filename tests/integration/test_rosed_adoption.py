@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -25,7 +26,8 @@ def host(tmp_path: Path) -> Iterator[Host]:
     left = engines(made)
     made.end()
     for pid in running(left):  # a test failed between two daemons
-        os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def engines(host: Host) -> list[int]:
@@ -106,7 +108,7 @@ def test_an_engine_that_does_not_match_is_ended_in_order(host: Host, change: str
     until(ready(host, replica), host.explain)
     assert running(found) == []
     assert host.replica(replica)["pid"] not in found
-    assert "adoption_refused" in host.explain()
+    assert "adoption_refused" in host.errors.read_text()
     ended_in_order(host)
 
 
@@ -128,9 +130,9 @@ def test_the_end_of_an_adopted_engine_is_noticed(host: Host) -> None:
     host.start("mock")
     until(ready(host, DEDICATED), host.explain)
     os.kill(found[1], signal.SIGKILL)
-    until(lambda: host.replica(DEDICATED)["attempts"] == 1, host.explain)
+    until(lambda: host.replica(DEDICATED)["attempts"] >= 1, host.explain)
     until(ready(host, DEDICATED), host.explain)
-    assert "exited_code_137" in host.explain()
+    assert "exited_code_137" in host.errors.read_text()
     ended_in_order(host)
 
 
