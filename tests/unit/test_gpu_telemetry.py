@@ -235,6 +235,8 @@ def test_a_fatal_xid_is_trouble_for_good_and_an_applications_is_not() -> None:
     [
         (["NVRM: Xid (PCI:0000:01:00): 79, pid=7, GPU has fallen off the bus."], "gpu_lost"),
         (["NVRM: Xid (PCI:0000:01:00): 48, DBE"], "gpu_xid_48"),
+        (["NVRM: Xid (PCI:0000:01:00 GPU-I:05): 95, pid=7, name=python, Uncontained"], "gpu_xid_95"),
+        (["NVRM: Xid (PCI:0000:01:00 GPU-I:05): 31, pid=7, MMU fault"], ""),
         (["NVRM: GPU 0000:01:00.0: GPU has fallen off the bus."], "gpu_lost"),
         (
             [
@@ -255,6 +257,17 @@ def test_the_kernels_log_is_heard_with_and_without_xid_numbers(lines: list[str],
         if (fault := kernel.take(line)) is not None:
             state.kernel_said(fault, seen)
     assert [state.observe(each) for each in seen] == ["", trouble]
+
+
+@pytest.mark.parametrize("address", ["", "1", "01:00", "0000:01", "::", ".", "0000:01:00:00.0", "0000:1:0"])
+@pytest.mark.parametrize(("gpus", "trouble"), [(1, "gpu_xid_95"), (2, "")])
+def test_an_address_that_is_none_is_the_only_devices_and_stops_no_reader(
+    address: str, gpus: int, trouble: str
+) -> None:
+    """A reader that raises would be a thread that ended, and no GPU would be read any more."""
+    seen, state = readings(FakeNvml(*many(gpus))), faults.GpuFaults()
+    state.kernel_said(faults.KernelFault(address, 95), seen)
+    assert [state.observe(each) for each in seen] == [trouble] * gpus
 
 
 def test_kernel_records_are_read_as_they_come(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 from rose.core.readings import Unknown
@@ -32,6 +33,7 @@ _FATAL_XIDS = {
 }
 """Errors (NVIDIA's Xid catalogue) after which a device is of no use before a reset."""
 _LOST_XID = 79
+_ADDRESS = re.compile(r"([0-9a-f]+):([0-9a-f]{2}):([0-9a-f]{2})(?:\.[0-9a-f]+)?")
 
 
 class KernelFault(NamedTuple):
@@ -65,11 +67,11 @@ class GpuFaults:
         return ACCESS_LOST if in_a_row >= ACCESS_LOST_AFTER else ""
 
     def kernel_said(self, fault: KernelFault, readings: tuple[GpuReading, ...]) -> None:
-        """Mark the device that a kernel line names; one without an address means the only device, or none."""
+        """Mark the device that a kernel line names; without a whole address the only one, or none."""
         if fault.xid is not None and fault.xid not in _FATAL_XIDS:
             return
         named = [each for each in readings if _same_pci(fault.pci, each.pci)]
-        if not fault.pci and len({each.number for each in readings}) == 1:
+        if _bus(fault.pci) is None and len({each.number for each in readings}) == 1:
             named = list(readings)
         for reading in named:
             self._lost.setdefault(reading.uuid or str(reading.number), _lost_to(fault.xid))
@@ -77,12 +79,14 @@ class GpuFaults:
 
 def _same_pci(one: str, other: str) -> bool:
     """Whether two PCI addresses mean one device: kernel and NVML write domain and function differently."""
-    return bool(one) and bool(other) and _bus(one) == _bus(other)
+    bus = _bus(one)
+    return bus is not None and bus == _bus(other)
 
 
-def _bus(pci: str) -> tuple[int, str, str]:
-    domain, bus, device = pci.lower().partition(".")[0].split(":")
-    return int(domain, 16), bus, device
+def _bus(pci: str) -> tuple[int, str, str] | None:
+    """Domain, bus and device; None for what is no whole address."""
+    match = _ADDRESS.fullmatch(pci.lower())
+    return match and (int(match[1], 16), match[2], match[3])
 
 
 def _lost_to(xid: int | None) -> str:

@@ -13,7 +13,8 @@ from rose_daemon.telemetry.faults import KernelFault
 KMSG = Path("/dev/kmsg")
 _RECORD_BYTES_MAX = 8192
 _RECORDS_A_READ_MAX = 1000
-_XID = re.compile(r"NVRM: Xid \(PCI:([0-9a-fA-F:.]+)\): (\d+)")
+_XID = re.compile(r"NVRM: Xid \(PCI:([0-9a-fA-F:.]+)(?: [^)]*)?\): (\d+)")
+"""A MIG slice is named after the address, as in (PCI:0000:41:00 GPU-I:05)."""
 _PCI = re.compile(r"\b[0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2}(?:\.[0-7])?\b")
 
 
