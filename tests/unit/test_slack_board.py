@@ -306,6 +306,20 @@ def test_steps_in_flight_are_paid_for(run_dir: Path, gate: StepGate) -> None:
     assert 0 < behind.tokens < alone.tokens - 150
 
 
+def test_a_step_in_flight_behind_another_needs_its_whole_time_after_it(gate: StepGate) -> None:
+    """It was given out long ago, and has not had the device yet."""
+    step_ns = gate._admission.latency.predict_ns(200)
+    first = gate.step_began(200, NS_PER_S)
+    second = gate.step_began(200, NS_PER_S + 1000)
+    left_ns = ms_to_ns(2)
+    assert gate._ahead_ns([], NS_PER_S) == 0
+    assert gate._ahead_ns([first], NS_PER_S + step_ns - left_ns) == left_ns
+    assert gate._ahead_ns([first, second], NS_PER_S + step_ns - left_ns) == left_ns + step_ns
+    late_ns = 3 * NS_PER_S
+    assert gate._ahead_ns([first], late_ns) == 0
+    assert gate._ahead_ns([first, second], late_ns) == step_ns
+
+
 def test_a_replica_over_two_devices_obeys_both_boards(run_dir: Path, rosed: Any) -> None:
     both = settings(run_dir, role="rollout", name="r0", serving_name="serving,serving-dp1")
     gate = StepGate(both, step_tokens_max=512)

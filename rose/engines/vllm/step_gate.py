@@ -84,15 +84,20 @@ class StepGate:
             if self.last is not None and not in_flight and self._stands(self.last, slack, now_ns):
                 self._count(self.last, now_ns)
                 return self.last
-            ahead_ns = sum(
-                max(0, step.started_ns + self._latency.predict_ns(step.tokens) - now_ns) for step in in_flight
-            )
+            ahead_ns = self._ahead_ns(in_flight, now_ns)
             admission = self._admission.decide(slack, self.policy, now_ns, in_flight_ns=ahead_ns)
             if self.last is None or (admission.open, admission.reason) != (self.last.open, self.last.reason):
                 self._note(admission, slack, now_ns, ahead_ns)
             self._went_by = None if in_flight else (slack, self.policy, self._admission.lessons)
             self._count(admission, now_ns)
             return admission
+
+    def _ahead_ns(self, in_flight: Collection[StepInFlight], now_ns: int) -> int:
+        """How long the steps in flight still need, one after the other, whenever each was given out."""
+        ended_ns = 0
+        for step in in_flight:  # none of them has ended yet, whatever was predicted
+            ended_ns = max(now_ns, max(ended_ns, step.started_ns) + self._latency.predict_ns(step.tokens))
+        return max(0, ended_ns - now_ns)
 
     def _stands(self, last: Admission, slack: SlackReading | Unknown | None, now_ns: int) -> bool:
         """Whether the last answer was to open, and nothing changed that it went by."""
