@@ -1,4 +1,4 @@
-"""rosed's journals, as read from its state directory: decisions, and transitions of gates.
+"""rosed's journals: their lines, and how they are read from its state directory.
 
 Decisions are in `journal.jsonl` beside every observation, so lines without effects are passed over unread.
 Instants are CLOCK_MONOTONIC; they become times of day by the clocks of this boot, and those of an earlier
@@ -10,28 +10,55 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
+from rose.core.effects import NodeEffect
+from rose.core.events import NodeEvent
+from rose.core.readings import GateReason, GateTransition
 from rose.errors import NotFound, RoseError
-from rose.units import NS_PER_S
+from rose.units import NS_PER_S, ReplicaId
 
 DECISIONS = "journal.jsonl"
 GATES = "gates.jsonl"
+ROTATED = ".1"
+"""What the former file of each has behind its name."""
 _NO_EFFECTS = b'"effects":[]}'
 
 
+class Entry(msgspec.Struct, frozen=True):
+    """A line of the journal of decisions: what the machine was told, and what it decided."""
+
+    now_ns: int
+    event: NodeEvent
+    effects: tuple[NodeEffect, ...]
+
+
+class GateEntry(msgspec.Struct, frozen=True):
+    """A line of the gates' journal: a transition, fetched from the ring of a rollout engine."""
+
+    replica: ReplicaId
+    reason: str
+    transition: dict[str, int]
+    """The words of a GateTransition."""
+
+    @classmethod
+    def of(cls, replica: ReplicaId, transition: GateTransition) -> GateEntry:
+        """A transition for the journal."""
+        return cls(replica, GateReason(transition.reason).name.lower(), transition._asdict())
+
+    def as_transition(self) -> GateTransition:
+        """The transition again."""
+        return GateTransition(**self.transition)
+
+
 class _Line(msgspec.Struct, frozen=True):
+    """An `Entry` of any release, as far as it is shown."""
+
     now_ns: int
     event: dict[str, Any]
     effects: list[dict[str, Any]]
-
-
-class _GateLine(msgspec.Struct, frozen=True):
-    replica: str
-    reason: str
-    transition: dict[str, int]
 
 
 class Happening(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,8 +87,34 @@ class GateChange(NamedTuple):
 
 
 _line = msgspec.json.Decoder(_Line)
-_gate_line = msgspec.json.Decoder(_GateLine)
+_entry = msgspec.json.Decoder(Entry)
+_gate_entry = msgspec.json.Decoder(GateEntry)
 _SILENT = {"ReportNow"}
+E = TypeVar("E")
+
+
+def read(path: Path) -> tuple[list[Entry], list[int]]:
+    """All entries of a file, and the numbers of lines that are none: cut short, or lost with a disk.
+
+    Raises OSError.
+    """
+    return _decoded(_entry, path)
+
+
+def read_gates(path: Path, replica: ReplicaId) -> list[GateEntry]:
+    """All transitions of a replica in a file; lines that cannot be read are left out.  Raises OSError."""
+    return [entry for entry in _decoded(_gate_entry, path)[0] if entry.replica == replica]
+
+
+def _decoded(decoder: msgspec.json.Decoder[E], path: Path) -> tuple[list[E], list[int]]:
+    entries, damaged = [], []
+    with path.open("rb") as stream:
+        for number, line in enumerate(stream, start=1):
+            try:
+                entries.append(decoder.decode(line))
+            except msgspec.DecodeError:
+                damaged.append(number)
+    return entries, damaged
 
 
 def happenings(state_dir: Path, since_s: float) -> Iterator[Happening]:
@@ -87,7 +140,7 @@ def gate_changes(state_dir: Path, since_s: float) -> Iterator[GateChange]:
     offset_s = time.time() - time.monotonic()
     for text in _lines(state_dir, GATES):
         try:
-            line = _gate_line.decode(text)
+            line = _gate_entry.decode(text)
         except msgspec.DecodeError:
             continue
         words = line.transition
@@ -106,7 +159,7 @@ def _time(at_ns: int, offset_s: float) -> float | None:
 def _lines(state_dir: Path, name: str) -> Iterator[bytes]:
     path = state_dir / name
     found = False
-    for file in (path.with_name(f"{name}.1"), path):
+    for file in (path.with_name(name + ROTATED), path):
         try:
             with file.open("rb") as stream:
                 found = True

@@ -7,7 +7,7 @@ under another policy, or what memory another cut would have freed, is not in the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from rose.core.admission import AdmissionGate
-from rose.core.effects import NodeEffect, PublishGate
+from rose.core.effects import PublishGate
 from rose.core.events import (
     MemoryObserved,
     NodeEvent,
@@ -27,11 +27,10 @@ from rose.core.events import (
 from rose.core.memory import MemoryPolicy, MemoryReading, MemorySettings
 from rose.core.readings import GateMode, GatePolicy, GateReason, ReplicaReading, SlackReading, Unknown
 from rose.errors import ConfigError
+from rose.journals import GATES, Entry, read, read_gates
 from rose.units import NS_PER_S, ReplicaId, ms_to_ns
 
 SCHEMA = 1
-GATES_NAME = "gates.jsonl"
-"""The gates' own journal beside rosed's: it says how long rollout steps took."""
 STEP_TOKENS_MAX = 512
 HOLD_NS_MAX = NS_PER_S
 """A reading stands in for the time until the next one, for this long at most: a gap is not known."""
@@ -40,14 +39,6 @@ _GATE_KEYS = {"token_cap", "margin_ms", "ttft_ms"}
 _MEMORY_KEYS = {"headroom_share", "cut_share"}
 _KEYS = sorted(_GATE_KEYS | _MEMORY_KEYS)
 _HINT = f"write recorded, strict, slack, open or closed, then any of ,KEY=VALUE with {', '.join(_KEYS)}"
-
-
-class Entry(msgspec.Struct, frozen=True):
-    """One line of a journal."""
-
-    now_ns: int
-    event: NodeEvent
-    effects: tuple[NodeEffect, ...]
 
 
 class Counterfactual(msgspec.Struct, frozen=True):
@@ -167,7 +158,7 @@ class Trial:
 
 def replay(path: Path, policies: Sequence[Counterfactual]) -> dict[str, Any]:
     """Try the policies on a journal.  Raises ConfigError."""
-    entries = list(read(path))
+    entries, damaged = _read(path)
     names = list(
         dict.fromkeys(
             effect.replica for entry in entries for effect in entry.effects if isinstance(effect, PublishGate)
@@ -179,7 +170,7 @@ def replay(path: Path, policies: Sequence[Counterfactual]) -> dict[str, Any]:
         )
     replicas = {}
     for name in names:
-        latency = _latency(path.with_name(GATES_NAME), name)
+        latency = _latency(path.with_name(GATES), name)
         trials = [Trial(policy, latency) for policy in policies]
         seen_open = _play(entries, name, trials)
         replicas[str(name)] = {
@@ -192,6 +183,7 @@ def replay(path: Path, policies: Sequence[Counterfactual]) -> dict[str, Any]:
         "command": "replay",
         "journal": str(path),
         "entries": len(entries),
+        "lines_damaged": len(damaged),
         "span_s": (entries[-1].now_ns - entries[0].now_ns) / NS_PER_S,
         "replicas": replicas,
     }
@@ -228,49 +220,33 @@ def _play(entries: Sequence[Entry], replica: ReplicaId, trials: Sequence[Trial])
     return open_ns / seen_ns if seen_ns else None
 
 
-class _GateLine(msgspec.Struct):
-    replica: ReplicaId
-    transition: dict[str, int]
-
-
 def _latency(path: Path, replica: ReplicaId) -> list[tuple[int, int]]:
     """The last T_rollout that the gates' journal tells of, as steps to learn it from; nothing if none is."""
     if not path.is_file():
         return []
     known: list[tuple[int, int]] = []
-    for number, line in _lines(path):
-        try:
-            found = msgspec.json.decode(line, type=_GateLine)
-        except msgspec.DecodeError as error:
-            raise ConfigError(f"{path}:{number}: not a gate transition: {error}") from None
-        one, many = found.transition.get("step_ns", 0), found.transition.get("step_512_ns", 0)
-        if found.replica == replica and one > 0 and many > 0:
+    try:
+        transitions = [entry.transition for entry in read_gates(path, replica)]
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    for found in transitions:
+        one, many = found.get("step_ns", 0), found.get("step_512_ns", 0)
+        if one > 0 and many > 0:
             known = [(1, one), (512, many)]
     return known * 4
 
 
-def read(path: Path) -> Iterator[Entry]:
-    """All entries of a journal; a last line that was cut short is left out.  Raises ConfigError."""
-    decoder = msgspec.json.Decoder(Entry)
-    found = False
-    for number, line in _lines(path):
-        try:
-            yield decoder.decode(line)
-        except msgspec.DecodeError as error:
-            raise ConfigError(
-                f"{path}:{number}: not an entry of rosed's journal: {error}",
-                "journal.jsonl lies in the state directory of rosed",
-            ) from None
-        found = True
-    if not found:
-        raise ConfigError(f"{path}: no entry")
-
-
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+def _read(path: Path) -> tuple[list[Entry], list[int]]:
+    """All entries, and the numbers of lines that are none: a full disk leaves such.  Raises ConfigError."""
     try:
-        with path.open("rb") as stream:
-            for number, line in enumerate(stream, start=1):
-                if line.endswith(b"\n"):
-                    yield number, line
+        entries, damaged = read(path)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    if not entries and damaged:
+        raise ConfigError(
+            f"{path}:{damaged[0]}: not an entry of rosed's journal",
+            "journal.jsonl lies in the state directory of rosed",
+        )
+    if not entries:
+        raise ConfigError(f"{path}: no entry")
+    return entries, damaged

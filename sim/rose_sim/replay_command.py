@@ -41,7 +41,8 @@ def replay(
 
 def show(report: dict[str, Any], console: Console) -> None:
     """A table for each replica."""
-    console.print(f"{report['entries']} entries, {report['span_s']:.0f} s")
+    damaged = f", {report['lines_damaged']} damaged lines left out" if report["lines_damaged"] else ""
+    console.print(f"{report['entries']} entries, {report['span_s']:.0f} s{damaged}")
     for name, found in report["replicas"].items():
         seen = found["gate_open_share_seen"]
         table = Table(

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from rose_daemon.node.journal import Entry, GateEntry, Journal
+from rose_daemon.node.journal import Journal
 from test_cli import STATUS, FakeRosed
 
 from rose import audit, wire
@@ -20,7 +20,7 @@ from rose.core.effects import NodeEffect, PublishGate, ReportNow, Say, StartEngi
 from rose.core.events import NodeEvent, ReclaimRequested, Tick
 from rose.core.readings import GatePolicy, GateReason, GateTransition
 from rose.errors import Exit
-from rose.journals import DECISIONS, GATES
+from rose.journals import DECISIONS, GATES, Entry, GateEntry
 from rose.units import NS_PER_S, ReplicaId
 
 R = ReplicaId("opp-0")

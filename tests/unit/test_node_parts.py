@@ -9,13 +9,14 @@ from typing import Any, cast
 
 import pytest
 from rose_daemon import sdnotify
-from rose_daemon.node import engines, journal
+from rose_daemon.node import engines
 from rose_daemon.node.engine_http import Digests, EngineInfo, EngineRefused, EngineUnreachable
 from rose_daemon.node.gates import Gates
 from rose_daemon.node.journal import Journal
 from rose_daemon.node.keeper import Source
 from rose_daemon.node.status import supervisor_line
 
+from rose import journals
 from rose.boards import BoardPaths, BoardReader
 from rose.config import Config, ReplicaConfig
 from rose.core.effects import Say
@@ -98,7 +99,7 @@ def test_a_journal_replays_to_the_same_effects(tmp_path: Path) -> None:
         now_ns = number * 10_000_000_000
         written.write(now_ns, event, original.step(event, now_ns))
     written.close()
-    entries = journal.read(tmp_path / "journal.jsonl")
+    entries, _ = journals.read(tmp_path / "journal.jsonl")
     assert [entry.event for entry in entries] == events
     copy = machine()
     for entry in entries:
@@ -112,14 +113,15 @@ def test_the_journal_is_bounded_and_survives_a_torn_last_line(tmp_path: Path) ->
     for number in range(100):
         written.write(number, Tick(), [Say("info", "code", "text")])
     written.close()
-    former = path.with_name(path.name + journal.ROTATED)
+    former = path.with_name(path.name + journals.ROTATED)
     assert path.stat().st_size <= 2000
     assert former.stat().st_size <= 2000
-    numbers = [entry.now_ns for each in (former, path) for entry in journal.read(each)]
+    numbers = [entry.now_ns for each in (former, path) for entry in journals.read(each)[0]]
     assert numbers == list(range(numbers[0], 100))
     with path.open("ab") as file:
         file.write(b'{"now_ns":100,"eve')
-    assert journal.read(path)[-1].now_ns == 99
+    entries, damaged = journals.read(path)
+    assert (entries[-1].now_ns, len(damaged)) == (99, 1)
 
 
 def test_a_journal_that_cannot_be_written_is_counted(tmp_path: Path) -> None:

@@ -11,12 +11,13 @@ from typing import NamedTuple
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from rose_daemon.node.journal import GateEntry, Journal, read_gates
+from rose_daemon.node.journal import Journal
 
 from rose.boards import BoardPaths, BoardWriter
 from rose.core.readings import GateMode, GatePolicy, GateReason, GateTransition
 from rose.engines.vllm.settings import PluginSettings
 from rose.engines.vllm.step_gate import StepGate
+from rose.journals import GateEntry, read_gates
 from rose.rings import RECORDS, RingReader, RingWriter
 from rose.units import NS_PER_S, ReplicaId
 
@@ -182,5 +183,6 @@ def test_transitions_are_lines_of_the_gates_journal(tmp_path: Path) -> None:
     assert line["transition"]["number"] == 1
     with (tmp_path / "gates.jsonl").open("ab") as file:
         file.write(b'{"replica":"r0","rea')  # a line that is still being written
-    assert read_gates(tmp_path / "gates.jsonl", ReplicaId("r0")) == [transition]
+    (entry,) = read_gates(tmp_path / "gates.jsonl", ReplicaId("r0"))
+    assert entry.as_transition() == transition
     assert read_gates(tmp_path / "gates.jsonl", ReplicaId("r1")) == []

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from rose_sim.replay import Entry, parse, replay
+from rose_sim.replay import parse, replay
 from rose_sim.replay_command import app
 from typer.testing import CliRunner
 
@@ -15,6 +15,7 @@ from rose.core.effects import NodeEffect, PublishGate
 from rose.core.events import MemoryObserved, NodeEvent, ReplicaObserved, ServingObserved, StepBegan
 from rose.core.readings import NEVER, GateMode, GatePolicy, GateReason, ReplicaReading, SlackReading, Unknown
 from rose.errors import ConfigError
+from rose.journals import Entry
 from rose.units import JobId, ReplicaId, WeightVersion
 
 MS, REPLICA = 1_000_000, ReplicaId("r")
@@ -127,13 +128,17 @@ def test_more_headroom_would_have_cut_and_a_step_thaws(recording: Recording) -> 
     assert rows["replicas"][str(REPLICA)]["policies"][1]["kv_blocks_min"] == 25
 
 
-def test_a_journal_that_was_cut_short_is_read_and_a_damaged_one_is_named(recording: Recording) -> None:
-    whole = replay(recording.path, [parse("strict")])["entries"]
-    with recording.path.open("ab") as stream:
-        stream.write(b'{"now_ns": 1')
-    assert replay(recording.path, [parse("strict")])["entries"] == whole
-    recording.path.write_bytes(b"".join(recording.lines[:2]) + b"{}\n")
-    with pytest.raises(ConfigError, match=r"journal\.jsonl:3: not an entry"):
+def test_a_journal_is_read_around_what_a_disk_lost_and_another_file_is_refused(recording: Recording) -> None:
+    whole = replay(recording.path, [parse("strict")])
+    assert whole["lines_damaged"] == 0
+    lost = b"\n".join([b"", recording.lines[1][:20], b"{}", b"\xff", b""])
+    recording.path.write_bytes(recording.lines[0] + lost + b"".join(recording.lines[1:]) + b'{"now_ns": 1')
+    recording.path.with_name("gates.jsonl").write_bytes(b"\n{}\n")
+    found = replay(recording.path, [parse("strict")])
+    assert found | {"lines_damaged": 0} == whole
+    assert found["lines_damaged"] == 5
+    recording.path.write_bytes(b'\n{"some": "thing"}\n')
+    with pytest.raises(ConfigError, match=r"journal\.jsonl:1: not an entry"):
         replay(recording.path, [parse("strict")])
     recording.path.write_bytes(b"")
     with pytest.raises(ConfigError, match="no entry"):

@@ -17,11 +17,11 @@ from rose.boards import WatchedBoard
 from rose.core.attribution import Span
 from rose.core.readings import GateTransition, ReplicaReading, SlackReading, Unknown
 from rose.errors import EngineFailed, NotReady
+from rose.journals import GATES, read_gates
 from rose.units import ReplicaId
 from rose_daemon.harness.load import Target
 from rose_daemon.harness.stack import SERVING_NAME, Stack
 from rose_daemon.harness.steps import StepCollector
-from rose_daemon.node.journal import GATES_NAME, read_gates
 
 REPLICA = ReplicaId("opportunistic-0")
 DRAIN_TIMEOUT_S = 60.0
@@ -80,8 +80,9 @@ class Probe:
 
     def gate_open(self, start_ns: int, end_ns: int) -> list[Span]:
         """When the rollout engine's gate was open, by rosed's journal."""
-        journal = Path(self._stack.config.node.state_dir) / GATES_NAME
-        return open_spans(read_gates(journal, REPLICA), start_ns, end_ns)
+        journal = Path(self._stack.config.node.state_dir) / GATES
+        transitions = [entry.as_transition() for entry in read_gates(journal, REPLICA)]
+        return open_spans(transitions, start_ns, end_ns)
 
     async def counters(self, client: aiohttp.ClientSession) -> Counters:
         """Everything that counts, now.  Raises NotReady, EngineFailed."""

@@ -50,6 +50,7 @@ from rose.core.events import (
 )
 from rose.core.node import NodeMachine
 from rose.core.readings import GateTransition, ReplicaReading, SlackReading, Unknown
+from rose.journals import DECISIONS, GATES, GateEntry
 from rose.rings import RingReader
 from rose.units import NS_PER_S, ReplicaId, WeightVersion, ms_to_ns
 from rose.weights.relay import Relay
@@ -61,7 +62,7 @@ from rose_daemon.node.engine_http import EngineClient, EngineRefused, EngineUnre
 from rose_daemon.node.engines import CommandBuilder, Engine, Engines
 from rose_daemon.node.gates import Gates
 from rose_daemon.node.inferred import InferredBoard
-from rose_daemon.node.journal import GATES_NAME, GateEntry, Journal
+from rose_daemon.node.journal import Journal
 from rose_daemon.node.keeper import CopyKeeper
 from rose_daemon.node.lending import LendingDesk
 from rose_daemon.node.link import SchedulerLink
@@ -102,10 +103,10 @@ class NodeDriver:
         }
         self._stale_ns = ms_to_ns(config.admission.board_stale_ms)
         self.gates = Gates(paths, ms_to_ns(config.node.gate_lease_ms))
-        self._journal = Journal(Path(config.node.state_dir) / "journal.jsonl", config.node.journal_bytes_max)
+        self._journal = Journal(Path(config.node.state_dir) / DECISIONS, config.node.journal_bytes_max)
         self._store = WeightStore(Path(config.node.state_dir))
         self.keeper = CopyKeeper(config, relay, self.emit)
-        self._gate_journal = Journal(Path(config.node.state_dir) / GATES_NAME, config.node.journal_bytes_max)
+        self._gate_journal = Journal(Path(config.node.state_dir) / GATES, config.node.journal_bytes_max)
         self._transitions = {
             section.id: RingReader(paths.transitions(section.id), GateTransition)
             for section in config.replicas

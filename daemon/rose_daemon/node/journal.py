@@ -1,53 +1,20 @@
-"""The journal of decisions: one line (now, event, effects) for each event."""
+"""Writes journals: one line for each event, or for whatever else happens often."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import BinaryIO
 
 import msgspec
 import structlog
 
 from rose.core.effects import NodeEffect
 from rose.core.events import NodeEvent
-from rose.core.readings import GateReason, GateTransition
-from rose.units import ReplicaId
+from rose.journals import ROTATED, Entry
 
 log = structlog.get_logger("rosed")
-
-ROTATED = ".1"
-GATES_NAME = "gates.jsonl"
-"""The gates' journal, in the state directory."""
-
-
-class Entry(msgspec.Struct, frozen=True):
-    """One line."""
-
-    now_ns: int
-    event: NodeEvent
-    effects: tuple[NodeEffect, ...]
-
-
-class GateEntry(msgspec.Struct, frozen=True):
-    """One line of the gates' journal: a transition, fetched from the ring of a rollout engine."""
-
-    replica: ReplicaId
-    reason: str
-    transition: dict[str, int]
-    """The words of a GateTransition."""
-
-    @classmethod
-    def of(cls, replica: ReplicaId, transition: GateTransition) -> GateEntry:
-        """A transition for the journal."""
-        return cls(replica, GateReason(transition.reason).name.lower(), transition._asdict())
-
-
-E = TypeVar("E")
-
-_decoder = msgspec.json.Decoder(Entry)
-_gate_decoder = msgspec.json.Decoder(GateEntry)
 
 
 class Journal:
@@ -109,22 +76,3 @@ class Journal:
             with contextlib.suppress(OSError):
                 self._file.close()
             self._file = None
-
-
-def read(path: Path) -> list[Entry]:
-    """All entries of a journal file; lines that were cut short are left out."""
-    return _decoded(_decoder, path)
-
-
-def read_gates(path: Path, replica: ReplicaId) -> list[GateTransition]:
-    """All transitions of a replica in a gates' journal; lines that were cut short are left out."""
-    entries = _decoded(_gate_decoder, path)
-    return [GateTransition(**entry.transition) for entry in entries if entry.replica == replica]
-
-
-def _decoded(decoder: msgspec.json.Decoder[E], path: Path) -> list[E]:
-    entries = []
-    for line in path.read_bytes().split(b"\n")[:-1]:
-        with contextlib.suppress(msgspec.DecodeError):
-            entries.append(decoder.decode(line))
-    return entries
