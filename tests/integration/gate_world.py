@@ -151,7 +151,7 @@ class World:
 
 def _read(path: Path, kind: type[RecordT]) -> RecordT:
     """A record, once there is one: a board may just have been made, or cut short by the test."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while True:
         try:
             record = BoardReader(path, kind).read()

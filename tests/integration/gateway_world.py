@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,6 +18,7 @@ from aiohttp import web
 from rose_daemon import mock_model
 from rose_daemon.mock_engine import MockState, build_app
 from rose_daemon.scheduler.process import Scheduler, running
+from waiting import until
 
 from rose import wire
 from rose.config import SchedulerConfig
@@ -41,17 +42,6 @@ def expected(
             break
         text += stream.feed(token)
     return tokens, text
-
-
-async def until(condition: Callable[[], bool | Awaitable[bool]], within_s: float = 10.0) -> None:
-    """Wait until `condition` holds; fail the test if it does not in time."""
-    due_s = time.monotonic() + within_s
-    while True:
-        result = condition()
-        if await result if isinstance(result, Awaitable) else result:
-            return
-        assert time.monotonic() < due_s, f"{condition} did not come true"
-        await asyncio.sleep(0.005)
 
 
 class Engine:

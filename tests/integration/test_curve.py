@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from rose_daemon.node.link import SchedulerLink
 from rose_daemon.scheduler import nodes as nodes_module
 from rose_daemon.scheduler.nodes import NodeLink
 from rose_daemon.scheduler.telemetry import Telemetry
+from waiting import until
 
 from rose.config import Config, NodeConfig, SchedulerConfig
 from rose.core.cluster import ClusterMachine, ClusterSettings
@@ -102,12 +103,6 @@ async def running(curve_dir: str) -> AsyncIterator[World]:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         world.link.close()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
 
 
 async def test_a_node_with_a_known_key_is_registered(hosts: Hosts) -> None:

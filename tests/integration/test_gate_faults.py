@@ -27,7 +27,7 @@ STOPPED_S = 5
 UNKNOWN = {GateReason.BOARD_UNKNOWN}
 
 
-def wait_for(condition: Callable[[], bool], what: str, seconds: float = 20) -> None:
+def wait_for(condition: Callable[[], bool], what: str, seconds: float = 60) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"never: {what}"
@@ -228,7 +228,7 @@ def test_a_writer_is_killed_at_a_boundary_of_its_board(
         assert (seen[0], *seen[2:]) == (record[0], *record[2:])
         process.stdin.write(b"\n")
         process.stdin.flush()
-        process.wait(20)
+        process.wait(60)
     assert process.returncode == -signal.SIGKILL
     given = {"role": "rollout", "name": "r", "run_dir": str(run_dir), "token_file": ""}
     gate = StepGate(PluginSettings(**given, serving_name="s"), step_tokens_max=512)  # type: ignore[arg-type]

@@ -10,9 +10,10 @@ from typing import Any
 import openai
 import pytest
 from dialect_asks import events, refused
-from gateway_world import MESSAGES, MODEL, expected, until, world
+from gateway_world import MESSAGES, MODEL, expected, world
 from rose_daemon import mock_model
 from rose_daemon.mock_script import Reply
+from waiting import until
 
 from rose.client import Job, Scheduler
 from rose.errors import TimedOut

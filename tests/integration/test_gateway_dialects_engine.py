@@ -12,9 +12,10 @@ from typing import Any
 import aiohttp
 import pytest
 from engine_world import TOKEN, Engine, Gatekeeper, unused_port
-from gateway_world import Node, until
+from gateway_world import Node
 from rose_daemon.scheduler.process import running
 from test_engine_live_weights import Chain
+from waiting import until
 
 from rose.boards import BoardPaths
 from rose.config import Config, NodeConfig, ReplicaConfig, SchedulerConfig

@@ -10,8 +10,9 @@ from typing import Any
 import aiohttp
 import pytest
 from engine_world import EnginePair
-from gateway_world import Node, until
+from gateway_world import Node
 from rose_daemon.scheduler.process import Scheduler, running
+from waiting import until
 
 from rose.config import SchedulerConfig
 from rose.core.events import ReplicaReport

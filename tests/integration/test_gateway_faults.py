@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 from dialect_asks import ASK_SGLANG, ASK_VLLM, GENERATE, PROMPT
-from gateway_world import MESSAGES, MODEL, World, expected, until, world
+from gateway_world import MESSAGES, MODEL, World, expected, world
+from waiting import until
 
 ENDPOINTS: list[tuple[str, dict[str, Any], int]] = [
     ("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 1}, 480),
@@ -99,11 +100,11 @@ async def test_a_long_generation_completes_once(
     tmp_path: Path, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only silence ends an attempt; no time limit does, and none is begun twice."""
-    monkeypatch.setattr("rose_daemon.scheduler.server.BODY_TIMEOUT_S", 0.3)
-    monkeypatch.setattr("rose_daemon.scheduler.process.IDLE_TIMEOUT_S", 0.3)
-    monkeypatch.setattr("rose_daemon.scheduler.upstream.CONNECT_TIMEOUT_S", 0.3)
-    monkeypatch.setattr("rose_daemon.scheduler.upstream.SIDE_CALL_TIMEOUT_S", 0.3)
-    async with world(tmp_path, token_ms=10, turn_stall_timeout_s=0.6) as made:
+    monkeypatch.setattr("rose_daemon.scheduler.server.BODY_TIMEOUT_S", 1.0)
+    monkeypatch.setattr("rose_daemon.scheduler.process.IDLE_TIMEOUT_S", 1.0)
+    monkeypatch.setattr("rose_daemon.scheduler.upstream.CONNECT_TIMEOUT_S", 1.0)
+    monkeypatch.setattr("rose_daemon.scheduler.upstream.SIDE_CALL_TIMEOUT_S", 1.0)
+    async with world(tmp_path, token_ms=15, turn_stall_timeout_s=2) as made:
         body = ASK_VLLM | {"sampling_params": {"max_tokens": 200, "ignore_eos": True}, "stream": stream}
         async with made.http.post(made.url + GENERATE, json=body) as response:
             data = await response.read()

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from dialect_asks import ASK_SGLANG, ASK_VLLM, GENERATE, like, refused
-from gateway_world import MESSAGES, MODEL, until, world
+from gateway_world import MESSAGES, MODEL, world
 from rose_daemon import mock_model
 from rose_daemon.scheduler.fleet import SGLANG_REFUSED, VLLM_REFUSED
+from waiting import until
 
 
 async def test_weight_versions_of_the_fleet(tmp_path: Path) -> None:

@@ -9,9 +9,10 @@ from typing import Any
 
 import openai
 import pytest
-from gateway_world import MESSAGES, MODEL, Node, World, until, world
+from gateway_world import MESSAGES, MODEL, Node, World, world
 from rose_daemon.scheduler import server
 from rose_daemon.scheduler.process import running
+from waiting import until
 
 from rose import wire
 from rose.client import Job, Scheduler
@@ -91,7 +92,7 @@ async def test_a_slow_body_is_cut_off(tmp_path: Path, monkeypatch: pytest.Monkey
     async with world(tmp_path, engines=1) as made:
         reader, writer = await _connect(made)
         writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             answer = await reader.read()
         assert answer.startswith(b"HTTP/1.1 408")
         assert b"body_timeout" in answer
@@ -103,7 +104,7 @@ async def test_a_slow_head_is_cut_off(tmp_path: Path, monkeypatch: pytest.Monkey
     async with world(tmp_path, engines=1) as made:
         reader, writer = await _connect(made)
         writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n")
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             assert await reader.read() == b""
         writer.close()
 
@@ -235,7 +236,7 @@ async def test_the_job_client(tmp_path: Path) -> None:
                 with pytest.raises(VersionConflict):
                     Job.create(made.url, "walk", model=MODEL, n_rl=1)
                 job.begin_step(0, 0)
-                status = job.wait_for_version(0, replicas=2, timeout_s=5)
+                status = job.wait_for_version(0, replicas=2, timeout_s=60)
                 assert status.rolling
                 assert {replica.replica for replica in status.replicas} == {"replica-0", "replica-1"}
                 job.end_step(0)
@@ -245,7 +246,7 @@ async def test_the_job_client(tmp_path: Path) -> None:
                     job.wait_for_version(1, timeout_s=0.2)
                 for engine in made.engines:
                     engine.state.version = 1
-                job.wait_for_version(1, timeout_s=5)
+                job.wait_for_version(1, timeout_s=60)
             with pytest.raises(NotFound):
                 job.status()
             job.end()

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 from dialect_asks import ASK_VLLM, GENERATE, LONG_SGLANG, LONG_VLLM, PROMPT, SAMPLING, refused
-from gateway_world import MESSAGES, MODEL, expected, until, world
+from gateway_world import MESSAGES, MODEL, expected, world
+from waiting import until
 
 
 async def test_vllm_pause_keep_and_resume(tmp_path: Path) -> None:

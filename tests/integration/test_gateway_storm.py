@@ -23,11 +23,12 @@ import aiohttp
 import msgspec
 import numpy as np
 import pytest
-from gateway_world import expected, until
+from gateway_world import expected
 from rose_daemon import mock_model
 from rose_daemon.node.engines import free_port
 from rose_daemon.node.warden import descendants
 from rose_daemon.scheduler.store import Store
+from waiting import until
 
 from rose import wire
 from rose.cli.control import ask
@@ -107,7 +108,7 @@ class Fleet:
             process.terminate()
         for process in self.processes.values():
             try:
-                process.wait(20)
+                process.wait(60)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()

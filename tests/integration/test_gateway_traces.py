@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
-from gateway_world import MESSAGES, MODEL, World, until, world
+from gateway_world import MESSAGES, MODEL, World, world
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -22,6 +22,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 from rose_daemon.scheduler import process
 from rose_daemon.scheduler.spans import SpanTracer
 from rose_daemon.scheduler.tracing import open_tracer
+from waiting import until
 
 from rose.errors import ConfigError
 

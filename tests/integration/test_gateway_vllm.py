@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from dialect_asks import ASK_VLLM, GENERATE, PROMPT, SAMPLING, TEXT, TOKENS, events, like, refused
-from gateway_world import MODEL, until, world
+from gateway_world import MODEL, world
+from waiting import until
 
 VLLM_GOLDEN = {
     "request_id": "generate-tokens-mine",

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 from dialect_asks import ASK_SGLANG, ASK_VLLM, GENERATE, PROMPT, SAMPLING, TEXT, TOKENS, events, like, refused
-from gateway_world import MESSAGES, MODEL, Engine, World, expected, until, world
+from gateway_world import MESSAGES, MODEL, Engine, World, expected, world
 from rose_daemon import mock_model
 from rose_daemon.mock_engine import MockState
 from rose_daemon.scheduler import workers
 from sglang_mock import SglangEngine, SglangState
+from waiting import until
 
 
 @pytest.fixture(autouse=True)

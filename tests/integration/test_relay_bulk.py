@@ -146,7 +146,7 @@ async def test_a_download_that_was_given_up_writes_nothing_more(url: str) -> Non
         call = asyncio.create_task(relay.get_into(JOB, V1, BUCKET.name, memoryview(destination)))
         await asked.wait()
         call.cancel()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             await asyncio.wait([call])
         assert call.cancelled()
         head = f"HTTP/1.1 206 Partial Content\r\nContent-Length: {BUCKET.size}\r\n\r\n"
@@ -298,7 +298,7 @@ async def test_frames_that_cannot_be_read_are_refused(url: str, noise: bytes) ->
 async def test_what_is_no_frame_ends_the_connection(url: str, noise: bytes) -> None:
     reader, writer = await upgraded(url)
     writer.write(noise)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         assert await _rest(reader) == b""
     assert await used(url) == 0
 
@@ -388,7 +388,7 @@ async def test_when_the_opener_goes_its_parts_go_too(url: str) -> None:
     other.write(part_of(ticket, data, 0, 300_000)[:1000])
     await asyncio.sleep(0.1)
     writer.transport.abort()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         assert await _rest(other_reader) == b""
     late_reader, late = await upgraded(url)
     late.write(part_of(ticket, data, 0, 9))

@@ -57,7 +57,7 @@ async def test_a_restarted_master_makes_a_new_epoch_and_the_trainer_publishes_ag
                     assert after == before
         finally:
             process.terminate()
-            process.wait(20)
+            process.wait(60)
 
 
 def relay_process(master: Master) -> tuple[subprocess.Popen[str], RelayConfig]:

@@ -54,7 +54,7 @@ def kill(host: Host) -> None:
 def ended_in_order(host: Host) -> None:
     assert host.process
     host.process.terminate()
-    assert host.process.wait(30) == 0, host.explain()
+    assert host.process.wait(60) == 0, host.explain()
     assert not [path for path in host.run_dir.iterdir() if path.name.startswith(("engine-", "warden-"))]
 
 

@@ -90,7 +90,7 @@ def lending(host: Host) -> dict[str, Any]:
 def restart(host: Host) -> None:
     assert host.process is not None
     host.process.terminate()
-    assert host.process.wait(30) == 0, host.explain()
+    assert host.process.wait(60) == 0, host.explain()
     host.start("mock")
 
 
@@ -181,7 +181,7 @@ def test_off_while_rosed_is_down_holds_for_the_next_that_starts(host: Host) -> N
     until(ready(host, OPPORTUNISTIC), host.explain)
     assert host.process is not None
     host.process.kill()
-    host.process.wait(30)
+    host.process.wait(60)
     off = rose(host, "lend", "off")
     assert off.returncode == 0, off.stderr
     assert "lends nothing" in off.stdout
@@ -231,7 +231,7 @@ def test_a_host_that_observes_lends_nothing_and_says_what_it_could(host: Host) -
         time.sleep(0.05)
     assert host.process is not None
     host.process.terminate()
-    assert host.process.wait(30) == 0
+    assert host.process.wait(60) == 0
     found = audit.summary(audit.read(host.base / "state", 0))
     assert found.minutes_lent == 0
     assert found.idle_shares

@@ -77,7 +77,7 @@ def test_an_idle_engine_lends_and_a_dead_one_does_not(
     until(lambda: policy_mode(host) == GateMode.CLOSED, host.explain)  # whose memory is whose is not known
     assert host.process is not None
     host.process.terminate()
-    assert host.process.wait(20) == 0
+    assert host.process.wait(60) == 0
     assert board(host) is None
 
 

@@ -68,5 +68,5 @@ def test_turns_are_ended_before_the_engine_is_and_it_leaves_mps_before_it_is_kil
         answer = turn.result()
     assert answer.status_code == 200
     assert answer.json()["choices"][0]["finish_reason"] == "abort"
-    assert host.process.wait(20) == 0, host.explain()
+    assert host.process.wait(60) == 0, host.explain()
     assert running([warden, engine]) == []

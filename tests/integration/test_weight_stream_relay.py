@@ -7,9 +7,10 @@ from pathlib import Path
 
 import torch
 from dialect_asks import ASK_VLLM, GENERATE
-from gateway_world import until, world
+from gateway_world import world
 from rose_daemon.relay.server import serving
 from safetensors.torch import save_file
+from waiting import until
 
 from rose.adapters.publishing import WeightStream
 from rose.client import Job, Scheduler

@@ -7,6 +7,7 @@ every request has had exactly one end.
 
 from __future__ import annotations
 
+import gc
 import tempfile
 import time
 from collections import deque
@@ -309,12 +310,15 @@ def test_sharing_loses_no_request_and_no_page(
     monkeypatch.setattr(elastic_serving, "_LOOK_S", 1e6)
     monkeypatch.setattr(rollout_scheduler, "_GROW_NS", 0)
     monkeypatch.setattr(kv_orders, "_LOOK_NS", 0)
-    run_state_machine_as_test(
-        machine_of(configs, kind, page_bytes),
-        settings=settings(
-            max_examples=30,
-            stateful_step_count=80,
-            deadline=None,
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
+    try:
+        run_state_machine_as_test(
+            machine_of(configs, kind, page_bytes),
+            settings=settings(
+                max_examples=30,
+                stateful_step_count=80,
+                deadline=None,
+                suppress_health_check=list(HealthCheck),
+            ),
+        )
+    finally:
+        gc.collect()  # schedulers are cycles, and each holds a dozen open boards

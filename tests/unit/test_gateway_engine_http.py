@@ -10,6 +10,7 @@ import httptools
 import pytest
 from rose_daemon.scheduler import engine_http
 from rose_daemon.scheduler.engine_http import EnginePool
+from waiting import until
 
 Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -148,8 +149,7 @@ async def test_a_body_that_does_not_end_costs_the_connection(monkeypatch: pytest
     monkeypatch.setattr(engine_http, "_LAST_CHUNK_S", 0.05)
     async with engine(answering(HEAD + chunk(b"[DONE]"), requests=1, pause_s=10)) as (server, pool):
         await ask(server, pool, Seen(b"[DONE]"))
-        await asyncio.sleep(0.15)
-        assert pool._all == set()
+        await until(lambda: not pool._all)
 
 
 async def test_an_answer_cut_short_is_a_lost_connection() -> None:
@@ -166,8 +166,7 @@ async def test_what_is_no_http(junk: bytes) -> None:
     async with engine(answering(junk, pause_s=1)) as (server, pool):
         with pytest.raises(httptools.HttpParserError):
             await ask(server, pool)
-        await asyncio.sleep(0.05)
-        assert pool._all == set()
+        await until(lambda: not pool._all)
 
 
 async def test_what_nobody_asked_for_closes_the_connection() -> None:
@@ -175,7 +174,7 @@ async def test_what_nobody_asked_for_closes_the_connection() -> None:
     parts = [HEAD + chunk(b"x") + b"0\r\n\r\n", late]
     async with engine(answering(*parts, pause_s=0.05)) as (server, pool):
         await ask(server, pool)
-        await asyncio.sleep(0.15)
+        await until(lambda: not pool._all)
         assert (await ask(server, pool)).status == 200
         assert server.connections == 2
 

@@ -353,7 +353,7 @@ def hanging() -> Iterator[tuple[FakeNvml, GpuWatch]]:
 
 
 def until(true: Callable[[], bool]) -> None:
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while not true():
         assert time.monotonic() < end
         time.sleep(0.005)
@@ -376,12 +376,12 @@ def test_a_hanging_driver_call_ages_the_sample_and_holds_up_nobody(
         assert observed.free_bytes.age_ns > NS_PER_S // 5
         assert isinstance(device.utilisation(), Unknown)
         assert device.health().trouble == ""
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 60
     assert nvml.outstanding_max == 1
     assert threading.active_count() == threads
     began = time.monotonic()
     device.close()
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 60
 
 
 def test_readings_come_back_with_the_call() -> None:

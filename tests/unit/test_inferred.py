@@ -17,6 +17,7 @@ from rose_daemon.mock_engine import MockState
 from rose_daemon.node.gates import Gates
 from rose_daemon.node.inferred import InferredBoard
 from rose_daemon.telemetry.serving import scrape
+from waiting import until
 
 from rose.boards import BoardPaths
 from rose.config import Config, DeviceConfig, NodeConfig, ReplicaConfig, ServingConfig
@@ -195,8 +196,7 @@ async def test_rollout_runs_one_capped_step_a_reading_and_never_beside_a_request
             # (100 ms - 50 ms of prefill - 2 x 20 ms) / 2 at 0.05 ms a token, less a margin.
             assert 32 <= max(admitted) <= 100
         request = asyncio.create_task(session.post(url + "/v1/completions", json=body | {"max_tokens": 60}))
-        await asyncio.sleep(0.05)  # it is on its way to the engine
-        assert state.requests
+        await until(lambda: state.requests)
         during = [await beside.period(session) for _ in range(5)]
         assert not any(map(any, during))
         assert beside.gate.decide(time.monotonic_ns()).reason in {

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 from rose_daemon.node.keeper import CopyKeeper
+from waiting import until
 from weight_states import JOB, MemoryRelay, model, same, stepped
 
 from rose.config import Config, JobConfig, NodeConfig, ReplicaConfig
@@ -90,12 +91,6 @@ class Host:
     @property
     def undos(self) -> list[tuple[int, int]]:
         return [(event.base_version, event.version) for event in self.events if isinstance(event, UndoReady)]
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
@@ -13,6 +13,7 @@ import zmq.asyncio
 from rose_daemon.node import link as link_module
 from rose_daemon.node.engines import free_port
 from rose_daemon.node.link import SchedulerLink
+from waiting import until
 
 from rose import wire
 from rose.config import Config, NodeConfig, SchedulerConfig
@@ -35,7 +36,7 @@ class Scheduler:
         self._peer = b""
 
     async def receive(self) -> wire.ToScheduler:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             self._peer, data = await self._socket.recv_multipart()
         return wire.unpack_to_scheduler(data)
 
@@ -71,12 +72,6 @@ class Node:
 
     async def event(self, event: NodeEvent) -> None:
         await until(lambda: event in self.events)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(4):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
 
 
 @asynccontextmanager
@@ -245,7 +240,7 @@ async def test_a_fault_in_what_the_scheduler_said_is_not_swallowed(port: int) ->
     task = asyncio.create_task(made.link.run())
     await scheduler.welcome()
     with pytest.raises(AssertionError, match="a fault of ours"):
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             await task
     await made.link.close()
     scheduler.close()
@@ -258,7 +253,7 @@ async def test_a_cancellation_is_not_lost_to_a_wake_up(port: int) -> None:
     await asyncio.sleep(0.01)
     made.link.report_now()
     pausing.cancel()
-    await asyncio.wait([pausing], timeout=5)
+    await asyncio.wait([pausing], timeout=60)
     assert pausing.cancelled()
     await made.link.close()
 

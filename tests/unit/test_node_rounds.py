@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +16,7 @@ from aiohttp import web
 from rose_daemon.node.engine_http import EngineClient
 from rose_daemon.node.engines import Engines
 from rose_daemon.node.rounds import Outcome, UpdateRounds
+from waiting import until
 from weight_states import delta
 
 from rose.core.effects import ApplyVersion
@@ -134,12 +135,6 @@ async def host(tmp_path: Path) -> AsyncIterator[Host]:
         assert not rounds._open
     for runner in runners:
         await runner.cleanup()
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
 
 
 async def test_all_stage_before_any_writes(host: Host) -> None:

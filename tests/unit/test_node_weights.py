@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +17,7 @@ from rose_daemon.node.engine_http import EngineClient
 from rose_daemon.node.engines import Engines
 from rose_daemon.node.keeper import CopyKeeper
 from rose_daemon.node.weights import WeightAgent
+from waiting import until
 from weight_states import JOB, MemoryRelay, delta, fail_once, same
 
 from rose.config import Config, JobConfig, NodeConfig
@@ -128,12 +129,6 @@ async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
         agent = WeightAgent(config, relay, cast("Engines", engines), events.append, time.monotonic_ns, keeper)
         yield Bench(agent, relay, engine, events, keeper, tmp_path)
     await runner.cleanup()
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
 
 
 async def test_an_update_is_applied_and_verified(bench: Bench) -> None:

@@ -148,10 +148,10 @@ def test_steps_are_those_of_what_lies_here_now(changes: list[tuple[int, int | No
 
 def test_the_longest_chain_is_followed_without_holding_up_the_node() -> None:
     shelf = shelf_of(staged=[(version, version - 1) for version in range(1, VERSIONS_MAX + 1)])
-    began_s = time.monotonic()
+    began_s = time.process_time()
     for _ in range(20):  # the node asks at every event
         assert shelf.next_pull([0], 0) is None
-    assert time.monotonic() - began_s < 5  # a scan of all versions at each step of the way takes 20 s
+    assert time.process_time() - began_s < 5  # a scan of all versions at each step of the way takes 20 s
 
 
 # ---- pin and undo -----------------------------------------------------------------------------------
