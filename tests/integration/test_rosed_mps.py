@@ -31,6 +31,24 @@ def host(tmp_path: Path) -> Iterator[Host]:
     made.end()
 
 
+def the_child(host: Host, word: str) -> int:
+    """The process whose command line names it: rosed also runs the control binary, for moments."""
+
+    def found() -> list[int]:
+        commands = {pid: Path(f"/proc/{pid}/cmdline") for pid in host.children()}
+        return [pid for pid, command in commands.items() if word in command_line(command)]
+
+    until(lambda: len(found()) == 1, host.explain)
+    return found()[0]
+
+
+def command_line(path: Path) -> str:
+    try:
+        return path.read_text().split("\0--", maxsplit=1)[0]
+    except OSError:
+        return ""  # it ended meanwhile
+
+
 def environ(pid: int) -> dict[str, str]:
     pairs = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
     return dict(pair.split("=", 1) for pair in pairs if "=" in pair)
@@ -52,7 +70,7 @@ def test_turns_are_ended_before_the_engine_is_and_it_leaves_mps_before_it_is_kil
     assert isinstance(policy, GatePolicy)
     assert (policy.mode, policy.closed_reason) == (GateMode.CLOSED, GateReason.MEMORY_UNKNOWN)
 
-    warden, engine = host.children()
+    warden, engine = (the_child(host, word) for word in ("warden.py", "rose_daemon.mock_engine"))
     assert environ(engine)["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "30"
     assert host.process is not None
     assert not any(name.startswith("CUDA_MPS") for name in environ(host.process.pid))
