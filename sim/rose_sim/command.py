@@ -9,15 +9,31 @@ import typer
 from rich.console import Console
 
 from rose.errors import ConfigError
+from rose.outputs import check_report_path
 
 if TYPE_CHECKING:
     from rose_sim.measured import Measured
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False, no_args_is_help=True)
 
-Json = Annotated[Path | None, typer.Option("--json", help="Write the report here; `-` for standard output.")]
-Png = Annotated[Path | None, typer.Option("--png", help="Draw the report here (extra `plot`).")]
-Html = Annotated[Path | None, typer.Option("--html", help="Write a report with plots here.")]
+
+def writable(path: Path | None) -> Path | None:
+    """Callback of options that name a report: a run is not to be lost for want of a folder."""
+    if str(path) != "-":
+        check_report_path(path)
+    return path
+
+
+Json = Annotated[
+    Path | None,
+    typer.Option("--json", help="Write the report here; `-` for standard output.", callback=writable),
+]
+Png = Annotated[
+    Path | None, typer.Option("--png", help="Draw the report here (extra `plot`).", callback=writable)
+]
+Html = Annotated[
+    Path | None, typer.Option("--html", help="Write a report with plots here.", callback=writable)
+]
 
 # The modules that simulate take a second to import: not for --help.
 
@@ -160,7 +176,9 @@ Rounds = Annotated[str, typer.Option(help="Only these rounds, comma-separated; d
 def calibrate(
     former: Former,
     rounds: Rounds = "",
-    out: Annotated[Path, typer.Option(help="Where the calibration goes.")] = Path("calibration.json"),
+    out: Annotated[Path, typer.Option(help="Where the calibration goes.", callback=writable)] = Path(
+        "calibration.json"
+    ),
 ) -> None:
     """Fit the cost model to a measured run: step times, the API server, the cost of sharing a core."""
     from rose_sim import calibration  # noqa: PLC0415

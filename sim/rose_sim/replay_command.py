@@ -9,6 +9,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from rose_sim.command import Json
+
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 
@@ -19,9 +21,7 @@ def replay(
         list[str] | None,
         typer.Option(help="MODE[,KEY=VALUE]..., as in slack,margin_ms=10; given again: side by side."),
     ] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write the report here; `-` for standard output.")
-    ] = None,
+    json_file: Json = None,
 ) -> None:
     """Say what other gate and memory policies would have decided on what rosed saw.
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from rose.errors import ConfigError
 from rose.traces import Trace
 from rose_sim.loop import PS_PER_MS, PS_PER_NS, Loop
 from rose_sim.sharing import Sharing
@@ -89,8 +90,11 @@ class ServingLoad:
         self._owner[number] = (device, came_ps)
         device.arriving(request)
         if not device.serving.submit(request):
-            raise AssertionError(
-                f"serving request of {request.prompt} + {request.output} tokens fits nowhere"
+            tokens = max(0, device.serving.kv.capacity)
+            raise ConfigError(
+                f"a serving request of {request.prompt} + {request.output} tokens fits no engine:"
+                f" its KV memory holds {tokens} tokens",
+                "take a GPU with more memory, more GPUs an engine (tp), other models, or shorter requests",
             )
         device.arrived(request)
 

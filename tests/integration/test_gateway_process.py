@@ -259,7 +259,7 @@ def test_trajectories_stay_where_their_prefix_is_over_a_restart(host: Host) -> N
         return [replica_of(host, f"way-{number}", f"turn-{turn}-{number}") for number in range(6)]
 
     where = walk(0)
-    time.sleep(1)  # the journal is written four times a second
+    time.sleep(3)  # the journal is written four times a second
     for turn in (1, 2):  # a second restart forgets nothing either
         first.send_signal(signal.SIGKILL)
         first.wait(60)

@@ -206,7 +206,7 @@ async def test_versions_are_recorded_by_token(tmp_path: Path) -> None:
 
 
 async def test_a_stalled_engine_loses_its_turn(tmp_path: Path) -> None:
-    async with world(tmp_path, turn_stall_timeout_s=0.4) as made:
+    async with world(tmp_path, turn_stall_timeout_s=2) as made:
         task = asyncio.create_task(chat(made))
         engine = await made.running_turn()
         engine.state.stalled = True
@@ -389,7 +389,7 @@ async def test_a_resend_of_a_turn_in_flight_shares_it(tmp_path: Path) -> None:
 async def test_chaos_loses_and_doubles_nothing(tmp_path: Path, seed: int) -> None:
     """Cuts, failures, stalls and impatient clients at random: every turn has the right tokens, once."""
     rng = random.Random(seed)
-    async with world(tmp_path, engines=3, token_ms=4, turn_stall_timeout_s=0.5) as made:
+    async with world(tmp_path, engines=3, token_ms=4, turn_stall_timeout_s=2) as made:
         done = 0
 
         async def client(number: int) -> None:
@@ -428,7 +428,7 @@ async def test_chaos_loses_and_doubles_nothing(tmp_path: Path, seed: int) -> Non
 
         trouble = asyncio.create_task(mischief())
         try:
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(240):
                 await asyncio.gather(*(client(number) for number in range(24)))
         finally:
             trouble.cancel()

@@ -305,9 +305,18 @@ def configs(demo_models: Any) -> tuple[Any, Any]:
 def test_sharing_loses_no_request_and_no_page(
     configs: tuple[Any, Any], kind: str, page_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rose.engines.vllm import elastic_serving, kv_orders, rollout_scheduler  # noqa: PLC0415
+    from rose.engines.vllm import (  # noqa: PLC0415
+        elastic_serving,
+        kv_orders,
+        replica_board,
+        rollout_scheduler,
+        slack_board,
+    )
 
-    monkeypatch.setattr(elastic_serving, "_LOOK_S", 1e6)
+    # Threads would hold their schedulers, and a dozen open boards of each, to the end of the process.
+    monkeypatch.setattr(elastic_serving.ElasticServingMixin, "_rose_look", lambda self: None)
+    for board in (slack_board.SlackBoard, replica_board.ReplicaBoard):
+        monkeypatch.setattr(board, "_beat", lambda self: None)
     monkeypatch.setattr(rollout_scheduler, "_GROW_NS", 0)
     monkeypatch.setattr(kv_orders, "_LOOK_NS", 0)
     try:
@@ -321,4 +330,4 @@ def test_sharing_loses_no_request_and_no_page(
             ),
         )
     finally:
-        gc.collect()  # schedulers are cycles, and each holds a dozen open boards
+        gc.collect()  # schedulers are cycles

@@ -117,6 +117,25 @@ def test_whatif_answers_hours_risk_and_advice(tmp_path: Path) -> None:
     assert found["recommended"]["n_serving"] == 2
     refused = runner.invoke(app, [*arguments, "--rate", "50"])
     assert isinstance(refused.exception, ConfigError)
+    too_large = ["Qwen2.5-32B" if one == "Qwen2.5-7B" else one for one in arguments]
+    refused = runner.invoke(app, too_large)
+    assert isinstance(refused.exception, ConfigError)
+    assert "fits no engine" in refused.exception.what
+    trace.write_text(f"{trace.read_text()}2024-05-10 00:05:59+00:00,9000000,40\n")
+    refused = runner.invoke(app, arguments)
+    assert isinstance(refused.exception, ConfigError)
+    assert "9000000 + 40 tokens fits no engine" in refused.exception.what
+
+
+@pytest.mark.parametrize("option", ["--json", "--html", "--png"])
+def test_a_report_that_cannot_be_written_is_refused_before_the_run(
+    scenario: Path, tmp_path: Path, option: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rose_sim.reports.run_report", None)  # not called
+    (tmp_path / "file").write_text("")
+    result = runner.invoke(app, ["run", str(scenario), option, str(tmp_path / "file" / "report")])
+    assert isinstance(result.exception, ConfigError)
+    assert "cannot be written" in result.exception.what
 
 
 def test_a_sweep_runs_all_combinations_in_order(scenario: Path) -> None:

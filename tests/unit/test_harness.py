@@ -20,10 +20,10 @@ from rose_daemon.harness.generator import COMMAND, LoadGenerator, Replay
 from rose_daemon.harness.marked import end_marked, marked_environ, marked_pids
 from rose_daemon.harness.processes import Placement, last_error, spawn, until
 from rose_daemon.harness.stack import Cores, StackPlan, configuration, free_ports, toml
-from rose_daemon.harness.summary import check_report_path
 
 from rose.config import ReplicaConfig, build
 from rose.errors import ConfigError, EngineFailed, TimedOut
+from rose.outputs import check_report_path
 from rose.traces import TraceRequest
 from rose.units import NS_PER_MS, NS_PER_S, ReplicaId
 

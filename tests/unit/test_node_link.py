@@ -62,11 +62,11 @@ class Scheduler:
 
 
 class Node:
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, suspect_after_ms: int = 30_000) -> None:
         self.events: list[NodeEvent] = []
         config = Config(
             node=NodeConfig(id=NodeId("n"), heartbeat_ms=50),
-            scheduler=SchedulerConfig(control=f"tcp://127.0.0.1:{port}", suspect_after_ms=300),
+            scheduler=SchedulerConfig(control=f"tcp://127.0.0.1:{port}", suspect_after_ms=suspect_after_ms),
         )
         self.link = SchedulerLink(config, lambda: (REPORT,), self.events.append, time.monotonic_ns)
 
@@ -75,8 +75,8 @@ class Node:
 
 
 @asynccontextmanager
-async def node(port: int) -> AsyncIterator[Node]:
-    made = Node(port)
+async def node(port: int, **settings: int) -> AsyncIterator[Node]:
+    made = Node(port, **settings)
     task = asyncio.create_task(made.link.run())
     try:
         yield made
@@ -146,7 +146,7 @@ async def test_registers_again_when_the_scheduler_forgot_it(port: int) -> None:
 
 async def test_a_silent_scheduler_counts_as_lost_until_it_answers_again(port: int) -> None:
     scheduler = Scheduler(port)
-    async with node(port) as made:
+    async with node(port, suspect_after_ms=300) as made:
         first = await scheduler.welcome()
         await made.event(SchedulerLost())
         assert made.link.turns_in_flight == {}

@@ -119,7 +119,7 @@ async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     engine.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
     config = Config(
-        node=NodeConfig(state_dir=str(tmp_path), weights_timeout_s=1),
+        node=NodeConfig(state_dir=str(tmp_path), weights_timeout_s=4),
         job=JobConfig(id=JOB),
     )
     async with aiohttp.ClientSession() as session:

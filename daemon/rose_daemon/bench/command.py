@@ -11,13 +11,14 @@ import typer
 import uvloop
 from rich.console import Console
 
+from rose.outputs import check_report_path
 from rose_daemon.bench import transfer_command
 from rose_daemon.harness.directory import working_in
 from rose_daemon.harness.interrupts import INTERRUPTED, Interrupts
 from rose_daemon.harness.load import Budgets
 from rose_daemon.harness.replay import ReplayPlan
 from rose_daemon.harness.screen import Screen
-from rose_daemon.harness.summary import check_report_path, write_report, write_reports
+from rose_daemon.harness.summary import write_report, write_reports
 
 if TYPE_CHECKING:
     from rose_daemon.bench.runs import Measured

@@ -8,9 +8,10 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from rose.outputs import check_report_path
 from rose.units import MIB
 from rose_daemon.harness.screen import Screen
-from rose_daemon.harness.summary import check_report_path, write_report
+from rose_daemon.harness.summary import write_report
 
 
 def relay(

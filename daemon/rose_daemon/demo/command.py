@@ -8,12 +8,13 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from rose.outputs import check_report_path
 from rose_daemon.harness.directory import working_in
 from rose_daemon.harness.interrupts import INTERRUPTED, Interrupts
 from rose_daemon.harness.load import Budgets
 from rose_daemon.harness.replay import ReplayPlan
 from rose_daemon.harness.screen import Screen
-from rose_daemon.harness.summary import check_report_path, write_reports
+from rose_daemon.harness.summary import write_reports
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 

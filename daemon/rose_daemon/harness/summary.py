@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.console import Console
 
-from rose.errors import ConfigError
+from rose.outputs import unusable
 from rose_daemon.harness.load import LATE_MS, Budgets, RequestRecord
 from rose_daemon.harness.stats import percentiles, rounded, wilson
 
@@ -84,28 +84,13 @@ def violations(records: Sequence[RequestRecord], budgets: Budgets) -> list[dict[
     return broken[:VIOLATIONS_MAX]
 
 
-def check_report_path(path: Path | None) -> None:
-    """Raise ConfigError when no report could be written to `path`: before the run rather than after it."""
-    if path is None:
-        return
-    existed = path.exists()
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a"):
-            pass
-        if not existed:
-            path.unlink()
-    except OSError as error:
-        raise _unusable(path, error) from None
-
-
 def write_report(path: Path, report: dict[str, Any]) -> None:
     """Write a report as JSON.  Raises ConfigError when the path is unusable."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
-        raise _unusable(path, error) from None
+        raise unusable(path, error) from None
 
 
 def write_reports(report: dict[str, Any], directory: Path, json_file: Path | None, console: Console) -> None:
@@ -115,7 +100,3 @@ def write_reports(report: dict[str, Any], directory: Path, json_file: Path | Non
         if path is not None:
             write_report(path, report)
     console.print(f"report: {kept}", soft_wrap=True)
-
-
-def _unusable(path: Path, error: OSError) -> ConfigError:
-    return ConfigError(f"{path}: the report cannot be written: {error.strerror}", "name another file")
