@@ -123,8 +123,11 @@ class SglangEngine:
         return response
 
     async def _chat(self, http: web.Request) -> web.StreamResponse:
-        """Its OpenAI API, which shows no token ids."""
+        """Its OpenAI API: it shows no token ids, and as 0.5.23 refuses to stream where they are asked for."""
         body = await http.json()
+        if body.get("stream") and body.get("return_token_ids"):
+            text = "return_token_ids is not supported with streaming on /v1/chat/completions."
+            return web.json_response({"object": "error", "message": text, "code": 400}, status=400)
         self.state.served.append(body)
         prompt = mock_model.chat_prompt(body["messages"])
         sampler = Sampler(prompt, body, 0, body["max_tokens"])

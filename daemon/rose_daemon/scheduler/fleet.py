@@ -39,7 +39,8 @@ VLLM_REFUSED = (
 SGLANG_REFUSED = (
     "init_weights_update_group", "destroy_weights_update_group", "update_weights_from_disk",
     "update_weights_from_distributed", "update_weights_from_tensor", "update_weights_from_ipc",
-    "get_weights_by_name", "release_memory_occupation", "resume_memory_occupation",
+    "get_weights_by_name", "release_memory_occupation", "resume_memory_occupation", "begin_weight_update",
+    "end_weight_update", "weights_checker",
 )  # fmt: skip
 
 

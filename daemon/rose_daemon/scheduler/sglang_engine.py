@@ -43,6 +43,11 @@ def untranslatable(body: Mapping[str, Any], neutral: Any) -> str:
     return next((name for name in sorted(body) if name not in known and not neutral(name, body[name])), "")
 
 
+def chat_body(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The body of a chat as its `/v1/chat/completions` takes it, which refuses to stream token ids."""
+    return {name: value for name, value in body.items() if name != "return_token_ids"}
+
+
 def generate_body(body: Mapping[str, Any]) -> dict[str, Any]:
     """The body of a completion as one for `/generate`."""
     sampling = {_RENAMED[name]: body[name] for name in _RENAMED if body.get(name) is not None}

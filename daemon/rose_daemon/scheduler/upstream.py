@@ -112,6 +112,8 @@ class Upstream:
                 text = f"`{name}` has no counterpart in SGLang, where this turn would run"
                 return Rejected(Failure(400, "unsupported", text, name))
             path, body = sglang_engine.PATH, sglang_engine.generate_body(body)
+        elif call.engine == SGLANG:
+            body = sglang_engine.chat_body(body)
         reader = sglang_engine.Reader(call.body) if translates else OpenAiReader(call.dialect)
         answer = _Answer(call.choices, reader, on_pieces)
         headers = {"Content-Type": "application/json", "X-Request-Id": call.request_id, **call.trace}
