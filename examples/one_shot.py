@@ -30,6 +30,7 @@ async def sample(client: AsyncOpenAI, model: str, group: str, number: int, token
         max_tokens=tokens,
         temperature=1.0,
         seed=number,
+        logprobs=True,
         extra_headers={"x-rose-group": group, "x-rose-turn-id": f"{group}-{number}"},
         extra_body={"return_token_ids": True},
     )

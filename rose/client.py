@@ -114,7 +114,7 @@ class Scheduler:
                     raise NotReady(f"{self.url}: {error}", "is rose-scheduler running?") from None
                 time.sleep(_RETRY_PAUSE_S * 2**attempt)
         if status >= 400:
-            raise _error(status, answer, f"{method} {path}")
+            raise _error(status, answer, f"{method} {path}", self.url)
         return answer
 
     def _send(
@@ -320,10 +320,15 @@ class Job:
         self.end()
 
 
-def _error(status: int, answer: dict[str, Any], what: str) -> RoseError:
+def _error(status: int, answer: dict[str, Any], what: str, url: str) -> RoseError:
     detail = answer.get("error")
     text = str(detail.get("message", "")) if isinstance(detail, dict) else ""
     message = f"{what}: {text or f'status {status}'}"
     kinds: dict[int, type[RoseError]] = {404: NotFound, 409: VersionConflict}
-    hint = "name a file with it: scheduler.token_file, or ROSE_SCHEDULER__TOKEN_FILE" if status == 401 else ""
+    hint = ""
+    if status == 401:
+        hint = "name a file with it: scheduler.token_file, or ROSE_SCHEDULER__TOKEN_FILE"
+    elif status == 404 and not (isinstance(detail, dict) and detail.get("type")):
+        # A gateway's errors say of which type they are; what answers like this is something else.
+        hint = f"{url} is no gateway of a rose-scheduler: is it the relay, or an engine?"
     return kinds.get(status, NotReady if status >= 500 else ConfigError)(message, hint)

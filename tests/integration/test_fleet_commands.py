@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from aiohttp import web
 from gateway_world import MESSAGES, MODEL, world
 
 from rose.errors import Exit
@@ -62,6 +63,29 @@ async def test_without_a_scheduler(command: tuple[str, ...]) -> None:
     code, _, err = await rose(*command, "--url", "http://127.0.0.1:9")
     assert code == Exit.NOT_READY
     assert err.startswith("rose: http://127.0.0.1:9: ")
+
+
+async def test_what_is_no_scheduler_is_said_to_be_none() -> None:
+    """The relay's port, an engine's, any server's: whatever shape their 404 has."""
+
+    async def answer(http: web.Request) -> web.Response:
+        return web.Response(status=404, body=bodies[-1], content_type="application/json")
+
+    app = web.Application()
+    app.add_routes([web.get("/{path:.*}", answer)])
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    bodies = [b'{"detail":"Not Found"}', b'{"error":"not_found","message":"no"}', b"404: Not Found", b""]
+    try:
+        while bodies:
+            code, _, err = await rose("jobs", "--url", url)
+            assert code == Exit.NOT_FOUND
+            assert f"{url} is no gateway of a rose-scheduler" in err
+            bodies.pop()
+    finally:
+        await runner.cleanup()
 
 
 async def test_a_token_that_is_missing_says_where_to_name_it(tmp_path: Path) -> None:
