@@ -152,6 +152,29 @@ async def test_a_body_that_does_not_end_costs_the_connection(monkeypatch: pytest
         await until(lambda: not pool._all)
 
 
+@pytest.mark.parametrize("end", [b"0\r\n\r\n", b"", b"zz\r\n"])
+async def test_chunks_of_one_read_come_at_once(end: bytes) -> None:
+    """And none is lost, whatever follows them: the end, nothing yet, or what is no HTTP."""
+    blocks: list[bytes] = []
+
+    class Counting(Seen):
+        def block(self, data: bytes) -> bool:
+            blocks.append(data)
+            return super().block(data)
+
+    connection = engine_http.EngineConnection(EnginePool(1.0), engine_http.Target("", 0))
+    connection._receiver = Counting()
+    connection._done = asyncio.get_running_loop().create_future()
+    connection._whole = False
+    connection.data_received(HEAD + chunk(b"one") + chunk(b"two") + chunk(b"three") + end)
+    assert blocks == [b"onetwothree"]
+    if end == b"zz\r\n":
+        with pytest.raises(httptools.HttpParserError):
+            await connection._done
+    else:
+        assert connection._done.done() == bool(end)
+
+
 async def test_an_answer_cut_short_is_a_lost_connection() -> None:
     async with engine(answering(HEAD + chunk(b"half"), requests=1)) as (server, pool):
         seen = Seen()

@@ -1,7 +1,9 @@
 """HTTP to engines, for what they stream: each part of a body is handed on as it comes.
 
 A general client passes each token through a buffer, a future and a switch of tasks, which costs more than
-all that the gateway does with it.  Here the callback of the socket parses (httptools) and calls the receiver.
+all that the gateway does with it.  Here the callback of the socket parses (httptools) and calls the receiver:
+once for all that one read brought, be it many chunks, so that the further behind the gateway is, the less a
+token costs it.
 """
 
 from __future__ import annotations
@@ -46,6 +48,8 @@ class EngineConnection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._parser = httptools.HttpResponseParser(self)
         self._receiver: Receiver | None = None
+        self._parts: list[bytes] = []
+        """Of the body, from the present read, for the receiver."""
         self._done: asyncio.Future[None] | None = None
         self._whole = True
         """No answer is under way."""
@@ -98,10 +102,12 @@ class EngineConnection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserCallbackError as error:
-            # A fault of the receiver is its own, not the engine's; whoever waits gets to see it.
             self._fail(error.__context__ or error)
         except httptools.HttpParserError as error:
+            self._hand_on()
             self._fail(error)
+        else:
+            self._hand_on()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """As asyncio."""
@@ -116,11 +122,12 @@ class EngineConnection(asyncio.Protocol):
 
     def on_body(self, data: bytes) -> None:
         """As httptools."""
-        if self._receiver is not None and self._receiver.block(data):
-            self._finish()
+        if self._receiver is not None:
+            self._parts.append(data)
 
     def on_message_complete(self) -> None:
         """As httptools."""
+        self._hand_on()
         self._whole = True
         self._reusable = self._parser.should_keep_alive()
         if self._done is None:
@@ -129,6 +136,22 @@ class EngineConnection(asyncio.Protocol):
             self._finish()
 
     # ---- inside ------------------------------------------------------------------------------------------
+
+    def _hand_on(self) -> None:
+        """Give the receiver what has come of the body."""
+        parts, receiver = self._parts, self._receiver
+        if not parts:
+            return
+        self._parts = []
+        if receiver is None:
+            return
+        try:
+            enough = receiver.block(parts[0] if len(parts) == 1 else b"".join(parts))
+        except Exception as error:  # noqa: BLE001 - a fault of the receiver is its own: who waits gets to see it
+            self._fail(error)
+        else:
+            if enough:
+                self._finish()
 
     def _finish(self) -> None:
         self._receiver = None
