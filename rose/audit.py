@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from rose import journals
 from rose.core.attribution import Cause
 from rose.core.harm import Counts
 from rose.core.switchback import Window
@@ -109,18 +110,14 @@ def read(state_dir: Path, since_s: float) -> list[AnyLine]:
     Raises OSError when a file is there and cannot be read.
     """
     path = state_dir / NAME
-    return [line for line in _lines((path.with_name(f"{NAME}.1"), path)) if line.at_s >= since_s]
+    return [line for line in _lines(journals.files_of(path)) if line.at_s >= since_s]
 
 
 def _lines(paths: Iterable[Path]) -> Iterator[AnyLine]:
     for path in paths:
         try:
             with path.open("rb") as file:
-                for text in file:
-                    try:
-                        yield _decoder.decode(text)
-                    except msgspec.DecodeError:  # cut short, or of another release
-                        continue
+                yield from journals.decoded(_decoder, file)
         except FileNotFoundError:
             continue
 

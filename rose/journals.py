@@ -8,7 +8,7 @@ boot, which have no place on this one's clock, are told apart where they can be.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -23,7 +23,7 @@ from rose.units import NS_PER_S, ReplicaId
 DECISIONS = "journal.jsonl"
 GATES = "gates.jsonl"
 ROTATED = ".1"
-"""What the former file of each has behind its name."""
+"""What the former file of each has behind its name: see `files_of`."""
 _NO_EFFECTS = b'"effects":[]}'
 
 
@@ -93,40 +93,47 @@ _SILENT = {"ReportNow"}
 E = TypeVar("E")
 
 
+def files_of(path: Path) -> tuple[Path, Path]:
+    """The former file, which is there once it was rotated, and the present one."""
+    return path.with_name(path.name + ROTATED), path
+
+
+def decoded(decoder: msgspec.json.Decoder[E], lines: Iterable[bytes]) -> Iterator[E]:
+    """The lines that can be decoded: others were cut short, lost with a disk, or are of another release."""
+    for line in lines:
+        try:
+            entry = decoder.decode(line)
+        except msgspec.DecodeError:
+            continue
+        yield entry
+
+
 def read(path: Path) -> tuple[list[Entry], list[int]]:
     """All entries of a file, and the numbers of lines that are none: cut short, or lost with a disk.
 
     Raises OSError.
     """
-    return _decoded(_entry, path)
-
-
-def read_gates(path: Path, replica: ReplicaId) -> list[GateEntry]:
-    """All transitions of a replica in a file; lines that cannot be read are left out.  Raises OSError."""
-    return [entry for entry in _decoded(_gate_entry, path)[0] if entry.replica == replica]
-
-
-def _decoded(decoder: msgspec.json.Decoder[E], path: Path) -> tuple[list[E], list[int]]:
     entries, damaged = [], []
     with path.open("rb") as stream:
         for number, line in enumerate(stream, start=1):
             try:
-                entries.append(decoder.decode(line))
+                entries.append(_entry.decode(line))
             except msgspec.DecodeError:
                 damaged.append(number)
     return entries, damaged
 
 
+def read_gates(path: Path, replica: ReplicaId) -> list[GateEntry]:
+    """All transitions of a replica in a file; lines that cannot be read are left out.  Raises OSError."""
+    with path.open("rb") as stream:
+        return [entry for entry in decoded(_gate_entry, stream) if entry.replica == replica]
+
+
 def happenings(state_dir: Path, since_s: float) -> Iterator[Happening]:
     """What rosed decided since a Unix time, oldest first.  Raises NotFound, RoseError."""
     offset_s = time.time() - time.monotonic()
-    for text in _lines(state_dir, DECISIONS):
-        if text.rstrip().endswith(_NO_EFFECTS):
-            continue
-        try:
-            line = _line.decode(text)
-        except msgspec.DecodeError:
-            continue
+    told = (text for text in _lines(state_dir, DECISIONS) if not text.rstrip().endswith(_NO_EFFECTS))
+    for line in decoded(_line, told):
         at_s = _time(line.now_ns, offset_s)
         if at_s is None or at_s < since_s:
             continue
@@ -138,11 +145,7 @@ def happenings(state_dir: Path, since_s: float) -> Iterator[Happening]:
 def gate_changes(state_dir: Path, since_s: float) -> Iterator[GateChange]:
     """Transitions of the gates since a Unix time, oldest first.  Raises NotFound, RoseError."""
     offset_s = time.time() - time.monotonic()
-    for text in _lines(state_dir, GATES):
-        try:
-            line = _gate_entry.decode(text)
-        except msgspec.DecodeError:
-            continue
+    for line in decoded(_gate_entry, _lines(state_dir, GATES)):
         words = line.transition
         at_s = _time(words.get("at_ns", 0), offset_s)
         if at_s is not None and at_s >= since_s:
@@ -159,7 +162,7 @@ def _time(at_ns: int, offset_s: float) -> float | None:
 def _lines(state_dir: Path, name: str) -> Iterator[bytes]:
     path = state_dir / name
     found = False
-    for file in (path.with_name(name + ROTATED), path):
+    for file in files_of(path):
         try:
             with file.open("rb") as stream:
                 found = True

@@ -322,14 +322,19 @@ async def test_an_anchor_begins_anew(relay: MemoryRelay, host: Host) -> None:
     publisher.close()
 
 
+async def two_versions(publisher: Publisher, host: Host) -> None:
+    """After which the next can be offered in stateful form."""
+    for version in (1, 2):
+        await publish(publisher, version)
+        await host.pull(version)
+
+
 async def test_an_offer_of_weights_that_were_never_committed_is_not_taken(
     relay: MemoryRelay, host: Host
 ) -> None:
     """The trainer fails between offer and version, goes back, and makes another version of that number."""
     publisher = publisher_of(relay)
-    for version in (1, 2):
-        await publish(publisher, version)
-        await host.pull(version)
+    await two_versions(publisher, host)
     wrong = encode_coded(
         STATEFUL, WeightVersion(3), WeightVersion(2), chain()[2], chain()[4], history=host.keeper.history
     )
@@ -341,9 +346,7 @@ async def test_an_offer_of_weights_that_were_never_committed_is_not_taken(
 
 async def test_a_trainer_replaces_an_offer_of_an_attempt_that_failed(relay: MemoryRelay, host: Host) -> None:
     publisher = publisher_of(relay)
-    for version in (1, 2):
-        await publish(publisher, version)
-        await host.pull(version)
+    await two_versions(publisher, host)
     relay.publish(encode_coded(STATEFUL, WeightVersion(3), WeightVersion(2), chain()[2], chain()[4]))
     await publish(publisher, 3)
     assert await host.pull(3) == STATEFUL
@@ -374,9 +377,7 @@ async def test_a_relay_that_lost_the_offers_in_a_restart_still_has_versions(
     relay: MemoryRelay, host: Host
 ) -> None:
     publisher = publisher_of(relay)
-    for version in (1, 2):
-        await publish(publisher, version)
-        await host.pull(version)
+    await two_versions(publisher, host)
     relay.restart()
     await asyncio.to_thread(publisher.heal)
     assert not sizes(relay, STATEFUL)

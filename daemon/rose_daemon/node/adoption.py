@@ -126,11 +126,11 @@ class AdoptedProcess:
         """Until it has ended; its exit code, 137 if it was killed."""
         return await asyncio.shield(self._end)
 
-    def send_signal(self, signal: int) -> None:
+    def send_signal(self, number: int, /) -> None:
         """As of a child.  Raises ProcessLookupError."""
         if self._pidfd < 0:
             raise ProcessLookupError(self.pid)
-        _send(self._pidfd, signal)
+        signal.pidfd_send_signal(self._pidfd, number)
 
     async def _watch(self) -> int:
         loop, said = asyncio.get_running_loop(), b""
@@ -144,10 +144,6 @@ class AdoptedProcess:
             os.close(self._pidfd)
             self._pidfd = -1
         return int(said) if said.strip().isdigit() else _KILLED
-
-
-def _send(pidfd: int, number: int) -> None:
-    signal.pidfd_send_signal(pidfd, number)
 
 
 async def take_over(record: EngineRecord) -> AdoptedProcess | None:

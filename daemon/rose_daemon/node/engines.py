@@ -64,7 +64,7 @@ class EngineProcess(Protocol):
     async def wait(self) -> int:
         """Until it has ended; the exit code."""
 
-    def send_signal(self, signal: int) -> None:
+    def send_signal(self, number: int, /) -> None:
         """Raises ProcessLookupError."""
 
 

@@ -12,7 +12,7 @@ import structlog
 
 from rose.core.effects import NodeEffect
 from rose.core.events import NodeEvent
-from rose.journals import ROTATED, Entry
+from rose.journals import Entry, files_of
 
 log = structlog.get_logger("rosed")
 
@@ -46,7 +46,8 @@ class Journal:
             file = self._file = self._file or self._path.open("ab")
             if file.tell() + len(line) > self._bytes_max:
                 file.close()
-                self._path.replace(self._path.with_name(self._path.name + ROTATED))
+                former, present = files_of(self._path)
+                present.replace(former)
                 file = self._file = self._path.open("ab")
             file.write(line)
         except OSError as error:
