@@ -238,6 +238,9 @@ class SchedulerConfig(_Section, frozen=True):
     """Least time a replica is lent to a job before fairness between jobs may take it back."""
     borrow_kv_share_max: float = 0.8
     """Serving devices whose recent KV use is at or above that are not borrowed; those lent stay lent."""
+    stream_spacing_max_ms: float = 100
+    """How far apart the gateway may read a stream that has begun while it is short of processor time; what
+    has come meanwhile is sent on together.  0: each token by itself, however busy."""
     queue_max: int = 4096
     """Turns that may wait for a replica; further ones are refused with 429."""
     body_bytes_max: int = 8 << 20

@@ -39,6 +39,7 @@ _NOT_NEGATIVE = (
     "admission.token_cap", "admission.margin_ms", "relay.pace_bytes_per_s",
     "lending.harm_requests_min", "lending.drill_period_s",
     "job.n_rl", "job.n_serving_max", "job.staleness_max", "scheduler.lease_min_s",
+    "scheduler.stream_spacing_max_ms",
 )  # fmt: skip
 _URL_MAX = 512
 _MPS_DEFAULT = PurePosixPath("/tmp/nvidia-mps")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import ClientConnectionResetError, ClientError, web
 from dialect_asks import ASK_SGLANG, ASK_VLLM, GENERATE, PROMPT
 from gateway_world import MESSAGES, MODEL, World, expected, world
 from waiting import until
@@ -125,3 +126,38 @@ async def test_nobody_works_for_a_client_that_left(tmp_path: Path) -> None:
                 await until(lambda: not any(engine.state.requests for engine in made.engines))
         counts = await made.turns()
         assert (counts["cancelled"], counts["in_flight"], counts["queued"]) == (4, 0, 0)
+
+
+async def test_a_client_that_leaves_as_its_stream_begins_is_no_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither as a turn begins to be shown, nor as it is shown again."""
+
+    prepare = web.StreamResponse.prepare
+
+    async with world(tmp_path) as made:
+
+        async def gone(self: web.StreamResponse, request: web.BaseRequest) -> Any:
+            if made.url.endswith(request.host):  # not a mock engine
+                raise ClientConnectionResetError("Cannot write to closing transport")
+            return await prepare(self, request)
+
+        body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 3}
+        headers = {"x-rose-turn-id": "left"}
+        status, _ = await made.post("/v1/completions", body, x_rose_turn_id="left")
+        assert status == 200
+        monkeypatch.setattr(web.StreamResponse, "prepare", gone)
+        for named in (headers, {}):
+            with pytest.raises(ClientError):
+                async with made.http.post(
+                    f"{made.url}/v1/completions", json=body | {"stream": True}, headers=named
+                ) as answer:
+                    await answer.read()
+        monkeypatch.undo()
+
+        async def quiet() -> bool:
+            turns = await made.turns()
+            return turns["in_flight"] == 0 and turns["queued"] == 0
+
+        await until(quiet)
+    assert not [record for record in caplog.records if record.name.startswith("aiohttp") and record.exc_info]

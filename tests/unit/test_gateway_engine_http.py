@@ -10,6 +10,7 @@ import httptools
 import pytest
 from rose_daemon.scheduler import engine_http
 from rose_daemon.scheduler.engine_http import EnginePool
+from rose_daemon.scheduler.pacing import Pacer
 from waiting import until
 
 Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -69,7 +70,7 @@ async def engine(talk: Callable[[Server], Talk]) -> AsyncIterator[tuple[Server, 
     made.talk = talk(made)
     server = await asyncio.start_server(made.serve, "127.0.0.1", 0)
     made.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    pool = EnginePool(1.0)
+    pool = EnginePool(1.0, Pacer(0.0))
     try:
         yield made, pool
     finally:
@@ -162,7 +163,7 @@ async def test_chunks_of_one_read_come_at_once(end: bytes) -> None:
             blocks.append(data)
             return super().block(data)
 
-    connection = engine_http.EngineConnection(EnginePool(1.0), engine_http.Target("", 0))
+    connection = engine_http.EngineConnection(EnginePool(1.0, Pacer(0.0)), engine_http.Target("", 0))
     connection._receiver = Counting()
     connection._done = asyncio.get_running_loop().create_future()
     connection._whole = False
@@ -235,4 +236,67 @@ async def test_a_fault_of_the_receiver_is_not_hidden() -> None:
 
 async def test_nobody_listens() -> None:
     with pytest.raises(ConnectionRefusedError):
-        await EnginePool(1.0).post("http://127.0.0.1:9", "/", {}, b"", Seen())
+        await EnginePool(1.0, Pacer(0.0)).post("http://127.0.0.1:9", "/", {}, b"", Seen())
+
+
+@contextlib.asynccontextmanager
+async def spaced(talk: Callable[[Server], Talk]) -> AsyncIterator[tuple[Server, EnginePool]]:
+    """Streams are read 50 ms apart, however calm it is."""
+    async with engine(talk) as (server, pool):
+        pool.pacer._spacing.due = lambda now_s: False  # type: ignore[method-assign]
+        pool.pacer._spacing.value_s = 0.05
+        yield server, pool
+
+
+async def test_spaced_reads_bring_all_and_the_first_at_once() -> None:
+    blocks: list[bytes] = []
+
+    class Counting(Seen):
+        def block(self, data: bytes) -> bool:
+            blocks.append(data)
+            return super().block(data)
+
+    parts = [HEAD, *(chunk(b"token%d." % number) for number in range(60)), b"0\r\n\r\n"]
+    async with spaced(answering(*parts, pause_s=0.002)) as (server, pool):
+        for _ in range(2):
+            blocks.clear()
+            seen = await ask(server, pool, Counting())
+            assert seen.data == b"".join(b"token%d." % number for number in range(60))
+            assert blocks[0].startswith(b"token0.")
+            assert len(blocks) < 60
+        assert server.connections == 1
+
+
+async def test_an_engine_that_goes_while_its_stream_rests_is_noticed() -> None:
+    async with spaced(answering(HEAD + chunk(b"x"), requests=0)) as (server, pool):
+        with pytest.raises(ConnectionError):
+            await ask(server, pool)
+
+    async def cut(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await server.request(reader)
+        writer.write(HEAD + chunk(b"kept") + chunk(b"too"))
+
+    async with spaced(lambda _: cut) as (server, pool):
+        seen = Seen()
+        with pytest.raises(ConnectionError):
+            await ask(server, pool, seen)
+        assert seen.data == b"kepttoo"
+
+
+async def test_a_turn_that_is_given_up_while_its_stream_rests_closes_the_connection() -> None:
+    gone = asyncio.Event()
+
+    async def endless(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await server.request(reader)
+        writer.write(HEAD + chunk(b"x"))
+        await reader.read()
+        gone.set()
+
+    async with spaced(lambda _: endless) as (server, pool):
+        seen = Seen()
+        asking = asyncio.create_task(ask(server, pool, seen))
+        await until(lambda: seen.data == b"x")
+        asking.cancel()
+        async with asyncio.timeout(20):
+            await gone.wait()
+        await until(lambda: not pool.pacer._resting and not pool._all)

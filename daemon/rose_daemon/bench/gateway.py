@@ -32,7 +32,7 @@ haste."""
 _KNEE_TURNS_MIN = 300
 _START_S = 30.0
 _SHORT = Ask(prompt_tokens=32, output_tokens=4)
-_KNEE_STREAMS = (32, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
+_KNEE_STREAMS = (*range(64, 769, 64), *range(896, 1409, 128), 1664, 2048)
 _CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 
 

@@ -20,6 +20,7 @@ from rose_daemon.bench.gateway_engines import MODEL
 
 _TOKEN = b'"text":"'
 _WARM_UP_S = 1.0
+_SAMPLED = 16
 _TURNS = 8
 _END = b"0\r\n\r\n"
 
@@ -29,6 +30,8 @@ class Figures:
     """What one run of the load saw."""
 
     ttft_ms: list[float] = field(default_factory=list)
+    gap_ms: list[float] = field(default_factory=list)
+    """Between reads that brought tokens, of one stream in `_SAMPLED`."""
     tokens: int = 0
     tokens_all: int = 0
     """With those outside the measured time."""
@@ -49,6 +52,11 @@ def p99(figures: Figures) -> float:
     return float(np.percentile(figures.ttft_ms, 99)) if figures.ttft_ms else float("inf")
 
 
+def gap_p99(figures: Figures) -> float | None:
+    """99th percentile of the time between tokens, or blocks of them, of one turn, in ms."""
+    return float(np.percentile(figures.gap_ms, 99)) if figures.gap_ms else None
+
+
 @dataclass(frozen=True)
 class Ask:
     """One kind of turn; the output is between half and one and a half times as long."""
@@ -63,8 +71,10 @@ class Stream(asyncio.Protocol):
     Chunks are not parsed: a token is where `"text":"` stands, also across two reads.
     """
 
-    def __init__(self, figures: Figures) -> None:
+    def __init__(self, figures: Figures, sampled: bool = False) -> None:
         self._figures = figures
+        self._sampled = sampled
+        self._read_s = 0.0
         self._transport: asyncio.Transport | None = None
         self._tail = b""
         self._done: asyncio.Future[None] | None = None
@@ -86,6 +96,8 @@ class Stream(asyncio.Protocol):
         found = seen.count(_TOKEN)
         if found and not self.tokens:
             self._first_s = time.perf_counter()
+        if found and self._sampled:
+            self._note_gap()
         self.tokens += found
         self._figures.tokens_all += found
         if self._figures.counting:
@@ -93,6 +105,12 @@ class Stream(asyncio.Protocol):
         self._tail = seen[-(len(_TOKEN) - 1) :]
         if seen.endswith(_END) and self._done is not None and not self._done.done():
             self._done.set_result(None)
+
+    def _note_gap(self) -> None:
+        now_s = time.perf_counter()
+        if self.tokens and self._figures.counting:
+            self._figures.gap_ms.append((now_s - self._read_s) * 1000)
+        self._read_s = now_s
 
     async def ask(self, request: bytes) -> float:
         """Send a request and read its answer; the time to the first token in ms.  Raises EngineFailed."""
@@ -131,14 +149,14 @@ def request_of(url: str, ask: Ask, rng: random.Random, trajectory: str = "") -> 
     return f"{head}{named}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
 
-async def connect(url: str, figures: Figures) -> Stream:
+async def connect(url: str, figures: Figures, sampled: bool = False) -> Stream:
     """A connection to a gateway or an engine.  Raises EngineFailed."""
     parts = urlsplit(url)
     assert parts.hostname is not None, url
     assert parts.port is not None, url
     loop = asyncio.get_running_loop()
     try:
-        _, stream = await loop.create_connection(lambda: Stream(figures), parts.hostname, parts.port)
+        _, stream = await loop.create_connection(lambda: Stream(figures, sampled), parts.hostname, parts.port)
     except OSError as error:
         raise EngineFailed(f"{url} takes no connection: {error.strerror or error}") from None
     return stream
@@ -152,7 +170,9 @@ async def run_for(urls: Sequence[str], streams: int, ask: Ask, seconds: float, s
     figures = Figures(counting=False)
     rng = random.Random(seed)
     async with _tasks(
-        _stream(urls[number % len(urls)], ask, figures, f"{seed}-{number}", rng.random())
+        _stream(
+            urls[number % len(urls)], ask, figures, f"{seed}-{number}", rng.random(), number % _SAMPLED == 0
+        )
         for number in range(streams)
     ) as tasks:
         await _failing(tasks, min(_WARM_UP_S, seconds))
@@ -170,7 +190,12 @@ async def run_turns(urls: Sequence[str], streams: int, ask: Ask, turns: int, see
     began_s = time.perf_counter()
     async with _tasks(
         _stream(
-            urls[number % len(urls)], ask, figures, f"{seed}-{number}", rng.random(), each + (number < more)
+            urls[number % len(urls)],
+            ask,
+            figures,
+            f"{seed}-{number}",
+            rng.random(),
+            turns=each + (number < more),
         )
         for number in range(streams)
     ) as tasks:
@@ -199,11 +224,17 @@ async def _failing(tasks: Collection[asyncio.Task[None]], seconds: float | None)
 
 
 async def _stream(
-    url: str, ask: Ask, figures: Figures, name: str, seed: float, turns: int | None = None
+    url: str,
+    ask: Ask,
+    figures: Figures,
+    name: str,
+    seed: float,
+    sampled: bool = False,
+    turns: int | None = None,
 ) -> None:
     """One turn after the other, so many or without end, `_TURNS` to a trajectory."""
     rng = random.Random(seed)
-    connection = await connect(url, figures)
+    connection = await connect(url, figures, sampled)
     numbers = itertools.count() if turns is None else iter(range(turns))
     try:
         for number in numbers:
@@ -212,7 +243,7 @@ async def _stream(
                 ttft_ms = await connection.ask(request_of(url, ask, rng, f"bench-{name}-{number // _TURNS}"))
             except EngineFailed:
                 figures.errors += 1
-                connection = await connect(url, figures)
+                connection = await connect(url, figures, sampled)
                 continue
             if counted:
                 figures.ttft_ms.append(ttft_ms)

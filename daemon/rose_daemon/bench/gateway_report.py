@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rose_daemon.bench.gateway import KNEE_TTFT_MS, Measured
-from rose_daemon.bench.gateway_load import Figures, p99
+from rose_daemon.bench.gateway_load import Figures, gap_p99, p99
 from rose_daemon.harness.stats import rounded
 from rose_daemon.harness.summary import head
 
@@ -88,7 +88,12 @@ def _together(runs: list[Figures]) -> dict[str, Any]:
         "errors": sum(one.errors for one in runs),
         "ttft_ms": {f"p{q}": rounded(float(np.percentile(ttft, q))) for q in (50, 99)},
         "rounds": [
-            {"tokens_per_s": rounded(one.tokens_per_s), "ttft_p99_ms": rounded(p99(one))} for one in runs
+            {
+                "tokens_per_s": rounded(one.tokens_per_s),
+                "ttft_p99_ms": rounded(p99(one)),
+                "gap_p99_ms": rounded(gap_p99(one)),
+            }
+            for one in runs
         ],
     }
 
@@ -97,18 +102,19 @@ def _knee(found: list[tuple[int, Figures]], idle_ms: float) -> dict[str, Any] | 
     """The most chunks a second at which first tokens still come in time; 0 if they never do."""
     if not found:
         return None
-    steps = [
+    steps: list[dict[str, Any]] = [
         {
             "streams": streams,
             "chunks_per_s": round(figures.tokens_per_s, 1),
             "added_ttft_p99_ms": round(p99(figures) - idle_ms, 3),
+            "gap_p99_ms": rounded(gap_p99(figures)),
         }
         for streams, figures in found
     ]
     within = [step for step in steps if step["added_ttft_p99_ms"] <= KNEE_TTFT_MS]
-    none: dict[str, float] = {"chunks_per_s": 0.0, "streams": 0}
+    none = {"chunks_per_s": 0.0, "streams": 0, "gap_p99_ms": None}
     best = max(within, key=lambda step: step["chunks_per_s"], default=none)
-    return {"chunks_per_s": best["chunks_per_s"], "streams": best["streams"], "steps": steps}
+    return {name: best[name] for name in none} | {"steps": steps}
 
 
 def show(report: dict[str, Any], console: Console) -> None:

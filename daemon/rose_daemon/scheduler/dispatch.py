@@ -358,6 +358,7 @@ class Dispatcher:
 
     def _reap(self, turn: Turn, attempt: Attempt, task: asyncio.Task[None]) -> None:
         """An attempt's task ended; one that ended by a fault of ours must not leave its turn hanging."""
+        attempt.task = None  # which knows the attempt: now both are freed without the garbage collector
         if task.cancelled() or (error := task.exception()) is None:
             return
         log.error("attempt_crashed", turn=turn.key, replica=attempt.replica, exc_info=error)

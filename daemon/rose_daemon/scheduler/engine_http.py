@@ -14,6 +14,8 @@ from urllib.parse import urlsplit
 
 import httptools
 
+from rose_daemon.scheduler.pacing import Pacer
+
 KEEP_ALIVE_S = 2.0
 """An idle connection is used again for this long; engines close theirs after five seconds."""
 _LAST_CHUNK_S = 1.0
@@ -87,6 +89,16 @@ class EngineConnection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
+    def pause(self) -> None:
+        """As `Stream`."""
+        if self._transport is not None:
+            self._transport.pause_reading()
+
+    def resume(self) -> None:
+        """As `Stream`."""
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.resume_reading()
+
     # ---- asyncio's and httptools' callbacks ------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -107,12 +119,17 @@ class EngineConnection(asyncio.Protocol):
             self._hand_on()
             self._fail(error)
         else:
+            streams = bool(self._parts)
             self._hand_on()
+            if streams and self._receiver is not None:
+                self._pool.pacer.has_read(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """As asyncio."""
         self._transport = None
         self._pool.forget(self._target, self)
+        # The parser knows this connection: without it the two are freed at once.
+        del self._parser
         self._fail(ConnectionResetError("the engine closed the connection"))
 
     def on_headers_complete(self) -> None:
@@ -191,8 +208,9 @@ class EngineConnection(asyncio.Protocol):
 class EnginePool:
     """Connections to all engines."""
 
-    def __init__(self, connect_timeout_s: float) -> None:
+    def __init__(self, connect_timeout_s: float, pacer: Pacer) -> None:
         self._connect_timeout_s = connect_timeout_s
+        self.pacer = pacer
         self._idle: dict[Target, list[EngineConnection]] = {}
         self._all: set[EngineConnection] = set()
 

@@ -73,7 +73,7 @@ class _Table(msgspec.Struct):
 class _CompletionChoice(msgspec.Struct, gc=False):
     index: int
     text: str | None = None
-    token_ids: list[int] | None = None
+    token_ids: tuple[int, ...] | None = None
     logprobs: _Table | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -102,7 +102,7 @@ class _Entries(msgspec.Struct):
 class _ChatChoice(msgspec.Struct, gc=False):
     index: int
     delta: dict[str, Any]
-    token_ids: list[int] | None = None
+    token_ids: tuple[int, ...] | None = None
     logprobs: _Entries | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -162,7 +162,7 @@ def _chat_piece(choice: _ChatChoice, prompt_token_ids: list[int] | None) -> Piec
     return Piece(
         index=choice.index,
         text=text,
-        token_ids=choice.token_ids or [],
+        token_ids=choice.token_ids or (),
         logprobs=None if entries is None else [_chat_logprob(entry) for entry in entries],
         extra={key: value for key, value in delta.items() if key != "content" and value},
         finish_reason=choice.finish_reason,
@@ -180,7 +180,7 @@ def _completion_piece(choice: _CompletionChoice) -> Piece:
     return Piece(
         index=choice.index,
         text=choice.text or "",
-        token_ids=choice.token_ids or [],
+        token_ids=choice.token_ids or (),
         logprobs=None if choice.logprobs is None else _completion_logprobs(choice.logprobs),
         finish_reason=choice.finish_reason,
         stop_reason=choice.stop_reason,

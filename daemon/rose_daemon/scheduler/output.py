@@ -44,7 +44,7 @@ class Piece(msgspec.Struct, gc=False):
 
     index: int = 0
     text: str = ""
-    token_ids: list[int] = msgspec.field(default_factory=list)
+    token_ids: tuple[int, ...] = ()
     logprobs: list[TokenLogprob] | None = None
     extra: dict[str, Any] = msgspec.field(default_factory=dict)
     """Parts of a chat delta that are no content: role, reasoning, tool_calls."""
@@ -182,7 +182,7 @@ def replayed_pieces(answer: Answer) -> Iterator[Piece]:
         yield Piece(
             index=index,
             text=choice.text,
-            token_ids=choice.token_ids,
+            token_ids=tuple(choice.token_ids),
             logprobs=choice.logprobs,
             extra=extra,
             finish_reason=choice.finish_reason,

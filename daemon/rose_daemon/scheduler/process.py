@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import signal
 import time
 import uuid
@@ -38,10 +37,12 @@ from rose_daemon.scheduler.driver import ClusterDriver, settings_of
 from rose_daemon.scheduler.export import ExportApi
 from rose_daemon.scheduler.fleet import FleetApi
 from rose_daemon.scheduler.forecasts import Forecasts
+from rose_daemon.scheduler.garbage import collect_seldom
 from rose_daemon.scheduler.gateway import Gateway
 from rose_daemon.scheduler.jobs import JobDesk
 from rose_daemon.scheduler.nodes import NodeLink
 from rose_daemon.scheduler.output import Answer
+from rose_daemon.scheduler.pacing import Pacer
 from rose_daemon.scheduler.server import IDLE_TIMEOUT_S, ControlApi, Sources, build_app
 from rose_daemon.scheduler.store import Store
 from rose_daemon.scheduler.telemetry import Gauges, Telemetry
@@ -59,8 +60,8 @@ from rose_daemon.service.tokens import Keyring
 _SHUTDOWN_S = 3.0
 _BEAT_S_MAX = 0.5
 _CHECKPOINT_S = 2.0
-_GC_YOUNG = 10_000
-"""New objects between two collections: what turns in flight hold is not garbage."""
+_BACKLOG = 4096
+"""Connections that may wait to be taken; what comes beyond is dropped, and tried again after a second."""
 _LINGER_S = 1.0
 """How long the rest of a refused request is read, so that its sender gets to see the answer."""
 
@@ -113,7 +114,7 @@ class Scheduler:
             raise
         self.desk = JobDesk(self.store, self.driver.feed)
         self.forecasts = Forecasts(self.desk, self.driver.machine)
-        self.upstream = Upstream()
+        self.upstream = Upstream(Pacer(config.stream_spacing_max_ms / 1000))
         self.dispatcher = Dispatcher(
             feed=self.driver.feed,
             replica=self.driver.machine.replica,
@@ -175,7 +176,7 @@ class Scheduler:
         await self._runner.setup()
         host, port = self._config.gateway_host, self._config.gateway_port
         try:
-            await web.TCPSite(self._runner, host, port, ssl_context=self._tls).start()
+            await web.TCPSite(self._runner, host, port, ssl_context=self._tls, backlog=_BACKLOG).start()
         except OSError as error:
             raise NotReady(
                 f"scheduler.gateway_port: cannot listen on {host}:{port}: {error.strerror or error}",
@@ -325,17 +326,15 @@ async def _main(config: SchedulerConfig, load: Callable[[], SchedulerConfig]) ->
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
     async with running(config) as scheduler:
-        # What is there by now stays: looking through it again would hold up all streams, for 20 ms a time.
-        gc.collect()
-        gc.freeze()
-        gc.set_threshold(_GC_YOUNG, 20, 20)
         log.info("scheduler_ready", gateway=scheduler.gateway_url, control=scheduler.nodes.address)
         on_reload(lambda: scheduler.reload(load()))
         announcing = asyncio.create_task(announce(scheduler.probe))
+        collecting = asyncio.create_task(collect_seldom(lambda: not scheduler.dispatcher.book.live))
         failed = asyncio.create_task(scheduler.failed())
         stopping = asyncio.create_task(stop.wait())
         done, _ = await asyncio.wait({failed, stopping}, return_when=asyncio.FIRST_COMPLETED)
         announcing.cancel()
+        collecting.cancel()
         sdnotify.notify("STOPPING=1")
         if failed in done:
             failed.result()

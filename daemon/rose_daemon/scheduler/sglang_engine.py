@@ -133,7 +133,7 @@ class Reader:
         piece = Piece(
             index=index,
             text=text[characters:] if repeats else text,
-            token_ids=ids[len(ids) - new :] if new else [],
+            token_ids=tuple(ids[len(ids) - new :]) if new else (),
             logprobs=self._logprobs(meta, new),
             prompt_token_ids=None if index in self._shown else self._prompt_token_ids,
         )

@@ -37,9 +37,10 @@ async def show(http: web.Request, request: Request, turn: Turn) -> web.StreamRes
         await turn.changed()
     if isinstance(turn.outcome, Failure) and not turn.pieces:
         raise Refused(turn.outcome)
-    response = await _open(http, turn.turn_id, turn.replica)
+    response = _response(turn.turn_id, turn.replica)
     # A client that left while it was written to is no error of ours; who called ends its turn.
     with contextlib.suppress(ConnectionResetError):
+        await response.prepare(http)
         writer = chunk_writer(request, turn.turn_id, turn.model, int(time.time()))
         await Follower(http, response, writer, turn).follow()
         if isinstance(turn.outcome, Answer):
@@ -118,18 +119,19 @@ class Follower:
 
 async def replay(http: web.Request, request: Request, answer: Answer) -> web.StreamResponse:
     """Show a finished answer as a stream."""
-    response = await _open(http, answer.turn_id, answer.replica)
+    response = _response(answer.turn_id, answer.replica)
     writer = chunk_writer(request, answer.turn_id, answer.model, answer.created)
     version = answer.weight_versions[-1][2] if answer.weight_versions else None
     with contextlib.suppress(ConnectionResetError):
+        await response.prepare(http)
         for piece in replayed_pieces(answer):
             await response.write(writer.events(piece, version))
         await _close(response, writer, answer)
     return response
 
 
-async def _open(http: web.Request, turn_id: str, replica: str | None) -> web.StreamResponse:
-    """Begin the response; `replica` is named unless the turn waits for one still."""
+def _response(turn_id: str, replica: str | None) -> web.StreamResponse:
+    """The response before it begins; `replica` is named unless the turn waits for one still."""
     headers = {
         "Content-Type": "text/event-stream; charset=utf-8",
         "Cache-Control": "no-cache",
@@ -137,9 +139,7 @@ async def _open(http: web.Request, turn_id: str, replica: str | None) -> web.Str
     }
     if replica:
         headers["x-rose-replica"] = replica
-    response = web.StreamResponse(headers=headers)
-    await response.prepare(http)
-    return response
+    return web.StreamResponse(headers=headers)
 
 
 async def _close(response: web.StreamResponse, writer: ChunkWriter, answer: Answer) -> None:

@@ -25,6 +25,7 @@ from rose_daemon.scheduler.engine_streams import (
 )
 from rose_daemon.scheduler.errors import Failure
 from rose_daemon.scheduler.output import ABORTED, Piece
+from rose_daemon.scheduler.pacing import Pacer
 from rose_daemon.scheduler.requests import Dialect, neutral
 
 CONNECT_TIMEOUT_S = 5.0
@@ -88,12 +89,12 @@ class Upstream:
     Turns go through `engine_http`, everything else through a general client.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, pacer: Pacer) -> None:
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
             timeout=aiohttp.ClientTimeout(total=None, connect=CONNECT_TIMEOUT_S),
         )
-        self._engines = EnginePool(CONNECT_TIMEOUT_S)
+        self._engines = EnginePool(CONNECT_TIMEOUT_S, pacer)
 
     async def close(self) -> None:
         """Close all connections; engines see the requests in flight as aborted by their client."""
