@@ -2,7 +2,7 @@
 #
 #   PYTHON       interpreter to make .venv from           make PYTHON=python3.12 demo
 #   ARGS         more arguments for the command            make demo ARGS="--duration 60 --json out/r.json"
-#   SEEDS        how many courses of events for sim-chaos  make SEEDS=1000 sim-chaos
+#   SEEDS        how many courses of events for sim-chaos  make SEEDS=10000 sim-chaos
 #   MINUTES      how long soak runs                        make MINUTES=5 soak
 #   TORCH_INDEX  index for the CPU build of torch, where pip does not find it by itself
 
@@ -10,7 +10,7 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 ARGS ?=
-SEEDS ?= 200
+SEEDS ?= 2000
 MINUTES ?= 30
 
 # Without this, a script started in a folder would import whatever lies beside it.

@@ -58,6 +58,8 @@ class JobStatus(msgspec.Struct, frozen=True):
     turns_queued: int
     turns_in_flight: int
     replicas: tuple[JobReplica, ...]
+    trajectories_stale: int = 0
+    """Aborted as over-stale since the scheduler started."""
 
     def on_version(self, version: int) -> int:
         """How many replicas run `version` and take turns."""
@@ -165,10 +167,15 @@ class Job:
         staleness_max: int = 0,
         trajectories_per_replica_max: int = 16,
         unknown_version_ok: bool = False,
+        trajectory_staleness_max: int | None = None,
         token_file: Path | None = None,
         tls_ca: str | Path = "",
     ) -> Self:
         """Create the job, or take up the one of that name with the same settings.
+
+        `staleness_max` bounds how many versions a turn's weights may lag behind the required ones;
+        `trajectory_staleness_max` (None: no bound) those of a trajectory's oldest tokens: beyond it the
+        trajectory's turns are aborted (409, `trajectory_stale`) and it is counted.
 
         Raises VersionConflict when a job of that name runs with other settings.
         """
@@ -185,6 +192,7 @@ class Job:
                 "staleness_max": staleness_max,
                 "trajectories_per_replica_max": trajectories_per_replica_max,
                 "unknown_version_ok": unknown_version_ok,
+                "trajectory_staleness_max": trajectory_staleness_max,
             },
         )
         return cls(scheduler, name)

@@ -129,7 +129,7 @@ def _clock(at_s: float) -> str:
     return datetime.fromtimestamp(at_s, UTC).strftime("%H:%M:%S.%f")[:-3]
 
 
-_JOB_HEADINGS = ("job", "model", "step", "needs", "latest", "replicas", "queued", "in flight")
+_JOB_HEADINGS = ("job", "model", "step", "needs", "latest", "replicas", "queued", "in flight", "stale")
 _NODE_HEADINGS = (
     "node", "state", "replica", "kind", "state", "gate", "version", "job", "in flight", "finished", "tokens",
 )  # fmt: skip
@@ -145,6 +145,7 @@ def _job_row(job: dict[str, Any]) -> list[str]:
     return [
         *(job["job"], job["model"], step, f"v{job['required_version']}", f"v{job['latest_version']}"),
         *(f"{held}, {asked}", str(job["turns_queued"]), str(job["turns_in_flight"])),
+        "-" if job["trajectory_staleness_max"] is None else str(job["trajectories_stale"]),
         *(_estimate(forecast[name]) for name in ("slots", "tokens_per_s") if forecast),
     ]
 

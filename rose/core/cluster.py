@@ -24,7 +24,7 @@ import msgspec
 
 from rose.core.cluster_settings import ClusterSettings
 from rose.core.cluster_view import ClusterView, JobView, NodeView, ReplicaView, TrajectoryView
-from rose.core.dispatch import Dispatcher, JobTurns
+from rose.core.dispatch import Dispatcher
 from rose.core.effects import ClusterEffect, GrantLease, RevokeLease, Say, TellStep
 from rose.core.events import (
     ClusterEvent,
@@ -58,7 +58,7 @@ from rose.core.membership import Change, Membership, Replica
 from rose.core.placement import Around, Lease, Placement
 from rose.core.routing import Condition, Router
 from rose.core.switching import SwitchCost
-from rose.core.turns import TurnCounts
+from rose.core.turns import JobTurns, TurnCounts
 from rose.core.versions import JobVersions
 from rose.units import NS_PER_MS, JobId, NodeId, ReplicaId
 
@@ -220,7 +220,7 @@ class ClusterMachine:
             case TurnProgressed():
                 self._dispatcher.progressed(event, now_ns)
             case TurnArrived():
-                self._dispatcher.arrived(event, self._versions(event.job), now_ns)
+                self._dispatcher.arrived(event, now_ns)
             case TurnFinished():
                 self._dispatcher.finished(event)
             case TurnInterrupted():
@@ -348,25 +348,23 @@ class ClusterMachine:
 
     def _submitted(self, event: JobSubmitted) -> None:
         """A new job, or new terms for a running one."""
-        if (
-            min(event.n_rl, event.n_serving_max, event.staleness_max, event.trajectories_per_replica_max - 1)
-            < 0
-        ):
-            text = "a job needs n_rl, n_serving_max, staleness_max >= 0 and trajectories_per_replica_max >= 1"
+        counts = (event.n_rl, event.n_serving_max, event.staleness_max, event.trajectory_staleness_max or 0)
+        if min(*counts, event.trajectories_per_replica_max - 1) < 0:
+            text = "a job needs n_rl, n_serving_max, staleness >= 0 and trajectories_per_replica_max >= 1"
             self._effects.append(Say("error", "job_invalid", text, event.job))
             return
         job = self._jobs.get(event.job)
+        terms = (event.staleness_max, event.unknown_version_ok, event.trajectory_staleness_max)
         if job is None:
-            versions = JobVersions(event.staleness_max, event.unknown_version_ok)
+            versions = JobVersions(*terms)
             settings = self._settings
             router = Router(event.trajectories_per_replica_max, versions.window, settings.slack)
-            turns = self._dispatcher.add_job(event.job, router)
+            turns = self._dispatcher.add_job(event.job, router, versions)
             switching = SwitchCost(settings.switch_cost_ns, settings.switch_gain_min)
             self._jobs[event.job] = _Job(event, versions, router, turns, switching)
         else:
             job.spec = event
-            job.versions.staleness_max = event.staleness_max
-            job.versions.unknown_ok = event.unknown_version_ok
+            job.versions.bound(*terms)
             self._reconfigure(job)
         self._replan = True
 
@@ -399,6 +397,7 @@ class ClusterMachine:
     def _reconfigure(self, job: _Job) -> None:
         """The job's cap or versions changed."""
         job.router.configure(job.spec.trajectories_per_replica_max, job.versions.window)
+        self._dispatcher.abort_stale(job.turns)
         for replica in job.router.busy():
             self._move_misfits(job, replica)
         self._dispatcher.touch(job.turns)
@@ -421,10 +420,6 @@ class ClusterMachine:
             self._effects.append(TellStep(node, job.spec.job, rl_step, job.versions.required))
 
     # ---- look-ups ----------------------------------------------------------------------------------
-
-    def _versions(self, job: JobId) -> JobVersions | None:
-        known = self._jobs.get(job)
-        return None if known is None else known.versions
 
     def _open_ns(self, replica: ReplicaId, now_ns: int) -> int:
         return self._membership.replicas[replica].open_ns(now_ns)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import msgspec
 
-from rose.core.dispatch import JobTurns
 from rose.core.events import JobSubmitted
 from rose.core.membership import Replica
 from rose.core.placement import Lease
 from rose.core.suspension import Tally
-from rose.core.turns import TurnCounts
+from rose.core.turns import JobTurns, TurnCounts
 from rose.core.versions import JobVersions
 from rose.units import JobId, NodeId, ReplicaId, TrajectoryId, WeightVersion
 
@@ -95,6 +94,9 @@ class JobView(msgspec.Struct, frozen=True):
     paused: bool
     """A client holds its turns back."""
     staleness_max: int
+    trajectory_staleness_max: int | None
+    trajectories_stale: int
+    """Aborted as over-stale since the scheduler started."""
     n_rl: int
     n_serving_max: int
     trajectories_per_replica_max: int
@@ -122,6 +124,8 @@ class JobView(msgspec.Struct, frozen=True):
             rolling=turns.rolling,
             paused=turns.paused,
             staleness_max=spec.staleness_max,
+            trajectory_staleness_max=spec.trajectory_staleness_max,
+            trajectories_stale=turns.stale,
             n_rl=spec.n_rl,
             n_serving_max=spec.n_serving_max,
             trajectories_per_replica_max=spec.trajectories_per_replica_max,

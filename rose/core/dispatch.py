@@ -7,7 +7,6 @@ that ends early for any reason puts its turn back into the queue, so no turn is 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 
 from rose.core.cluster_settings import ClusterSettings
 from rose.core.effects import ClusterEffect, DispatchTurn, FailTurn, ForgetTrajectory, Say, StopTurn
@@ -25,29 +24,15 @@ from rose.core.events import (
 from rose.core.pins import Pins
 from rose.core.readings import NEVER
 from rose.core.routing import Pick, Router, Want
+from rose.core.staleness import Births
 from rose.core.suspension import SUSPENDED, Suspensions, Tally
 from rose.core.tokenmix import TokenMix
-from rose.core.turns import Turn, TurnCounts, TurnQueue
+from rose.core.turns import JobTurns, Turn, TurnCounts
 from rose.core.versions import ANY_VERSION, JobVersions, VersionWish
-from rose.units import JobId, ReplicaId, TrajectoryId, TurnId
+from rose.units import JobId, ReplicaId, TrajectoryId, TurnId, WeightVersion
 
+TRAJECTORY_STALE = "trajectory_stale"
 AttemptEvent = TurnProgressed | TurnFinished | TurnInterrupted | TurnRefused
-
-
-@dataclass(slots=True)
-class JobTurns:
-    """One job's live turns, and where they run."""
-
-    job: JobId
-    router: Router
-    queue: TurnQueue = field(default_factory=TurnQueue)
-    live: dict[TurnId, Turn] = field(default_factory=dict)
-    rolling: bool = False
-    """A step's rollouts are under way, so that few turns left means its tail."""
-    paused: bool = False
-    """The client holds its turns back."""
-    tokens_ended: int = 0
-    """Of attempts that have ended."""
 
 
 class Dispatcher:
@@ -89,9 +74,9 @@ class Dispatcher:
 
     # ---- jobs and replicas -------------------------------------------------------------------------
 
-    def add_job(self, job: JobId, router: Router) -> JobTurns:
+    def add_job(self, job: JobId, router: Router, versions: JobVersions) -> JobTurns:
         """Take turns of a new job."""
-        self._jobs[job] = JobTurns(job, router)
+        self._jobs[job] = JobTurns(job, router, versions, Births(versions, self._settings.pins_max))
         return self._jobs[job]
 
     def end_job(self, job: JobTurns) -> None:
@@ -146,6 +131,20 @@ class Dispatcher:
         for turn in job.router.turns_on(replica):
             self._move(self._turns[turn], reason)
 
+    def abort_stale(self, job: JobTurns) -> None:
+        """The job's versions changed: trajectories that are over-stale by it end, and are counted."""
+        if job.versions.birth_floor is None:
+            return
+        for turn in list(job.live.values()):
+            if not turn.hint and (text := job.births.over_stale(turn.trajectory)):
+                self._stop(turn, TRAJECTORY_STALE)
+                self._close(job, turn)
+                self._fail(turn.id, 409, TRAJECTORY_STALE, text)
+        if overdue := job.births.overdue():
+            job.stale += len(overdue)
+            text = f"{len(overdue)} trajectories began before version {job.versions.birth_floor}: aborted"
+            self._effects.append(Say("info", TRAJECTORY_STALE, text, job.job))
+
     def touch(self, job: JobTurns) -> None:
         """Something changed that may let the job's queue move."""
         self._touched[job.job] = None
@@ -162,27 +161,34 @@ class Dispatcher:
 
     def pinned(self, event: TrajectoryPinned, now_ns: int) -> None:
         """The trajectory ran on a replica before the scheduler was restarted."""
-        if event.job in self._jobs:
+        if (job := self._jobs.get(event.job)) is not None:
             self._forget(self.pins.put(event.job, event.trajectory, event.replica, now_ns))
+            job.births.begun(event.trajectory, event.born_version)
 
     def forget_trajectory(self, event: TrajectoryEnded) -> None:
         """The client is done with it."""
         self._forget(self.pins.drop(event.job, event.trajectory))
+        if (job := self._jobs.get(event.job)) is not None:
+            job.births.drop(event.trajectory)
 
-    def arrived(self, event: TurnArrived, versions: JobVersions | None, now_ns: int) -> None:
-        """A turn came; `versions` are those of its job, None if there is no such job."""
+    def arrived(self, event: TurnArrived, now_ns: int) -> None:
+        """A turn came."""
         if event.turn in self._turns:
             return
         self.counts.arrived += 1
         job = self._jobs.get(event.job)
-        if job is None or versions is None:
+        if job is None:
             self._fail(event.turn, 404, "job_unknown", f"no job {event.job!r} is running")
+            return
+        if not event.hint and (text := job.births.over_stale(event.trajectory)):
+            self._fail(event.turn, 409, TRAJECTORY_STALE, text)
             return
         wish = ANY_VERSION
         if event.version_min is not None or event.version_exact is not None:
             wish = VersionWish(event.version_min, event.version_exact)
         if wish is not ANY_VERSION and not job.router.could_run(wish):
-            self._fail(event.turn, 409, "version_unavailable", f"no replica runs {_unmet(wish, versions)}")
+            text = f"no replica runs {job.versions.unmet(wish)}"
+            self._fail(event.turn, 409, "version_unavailable", text)
             return
         # A guess at the trajectory does not say that the turn continues one.
         resumes = not event.hint and self.pins.get(event.job, event.trajectory) is not None
@@ -223,6 +229,8 @@ class Dispatcher:
         turn = self._current(event)
         if turn is not None:
             turn.tokens = event.tokens
+            if not event.tokens and turn.attempt == 1:
+                self._jobs[turn.job].births.undo(turn.trajectory, turn.id)
             if event.failed and not event.tokens:
                 self._failed_on(event.replica, turn.job, now_ns)
             self._shun(turn, now_ns)
@@ -405,19 +413,20 @@ class Dispatcher:
         self.counts.rerouted += turn.attempt > 1
         self._sweep_ns = min(self._sweep_ns, now_ns + self._settings.turn_stall_ns)
         why = pick.why if turn.attempt == 1 else f"rerouted:{pick.why}"
-        self._effects.append(DispatchTurn(turn.id, pick.replica, turn.attempt, why))
+        version = self._born(job, turn)
+        self._effects.append(DispatchTurn(turn.id, pick.replica, turn.attempt, why, version))
         self._forget(self.pins.put(turn.job, turn.trajectory, pick.replica, now_ns))
         if turn.group:
             self._groups.put(turn.job, TrajectoryId(turn.group), pick.replica, now_ns)
 
+    def _born(self, job: JobTurns, turn: Turn) -> WeightVersion | None:
+        """The weights that the turn begins to run on, where the age of trajectories counts."""
+        if job.versions.birth_floor is None or turn.hint or turn.replica is None:
+            return None
+        version = job.router.version_on(turn.replica)
+        job.births.begun(turn.trajectory, version, turn.id)
+        return version
+
     def _forget(self, trajectories: Iterable[TrajectoryId]) -> None:
         for trajectory in trajectories:
             self._effects.append(ForgetTrajectory(trajectory))
-
-
-def _unmet(wish: VersionWish, versions: JobVersions) -> str:
-    window = versions.window
-    return (
-        f"version {wish}; the job's turns run on {window.floor} to {window.ceiling}, "
-        f"the latest published is {versions.latest}"
-    )

@@ -110,6 +110,8 @@ class DispatchTurn(Effect, frozen=True):
     replica: ReplicaId
     attempt: int
     why: str
+    version: WeightVersion | None = None
+    """The replica's weights, where the job bounds the age of trajectories."""
 
 
 class StopTurn(Effect, frozen=True):

@@ -293,6 +293,8 @@ class JobSubmitted(Event, frozen=True):
     trajectories_per_replica_max: int = 16
     unknown_version_ok: bool = False
     """Its turns may run on weights of a version that is not known."""
+    trajectory_staleness_max: int | None = None
+    """Trajectories whose oldest tokens come from weights that lie further behind are aborted; None: never."""
 
 
 class JobEnded(Event, frozen=True):
@@ -360,6 +362,8 @@ class TrajectoryPinned(Event, frozen=True):
     job: JobId
     trajectory: TrajectoryId
     replica: ReplicaId
+    born_version: WeightVersion | None = None
+    """The weights of its oldest tokens, where the job bounds their age."""
 
 
 class TrajectoryEnded(Event, frozen=True):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
 from rose.core.readings import NEVER
-from rose.core.versions import VersionWish
+from rose.core.routing import Router
+from rose.core.staleness import Births
+from rose.core.versions import JobVersions, VersionWish
 from rose.units import JobId, ReplicaId, TrajectoryId, TurnId
 
 
@@ -110,3 +112,23 @@ class TurnQueue:
 
     def _lane(self, turn: Turn) -> OrderedDict[TurnId, Turn]:
         return self._resuming if turn.resumes else self._fresh
+
+
+@dataclass(slots=True)
+class JobTurns:
+    """One job's live turns, and where they run."""
+
+    job: JobId
+    router: Router
+    versions: JobVersions
+    births: Births
+    queue: TurnQueue = field(default_factory=TurnQueue)
+    live: dict[TurnId, Turn] = field(default_factory=dict)
+    rolling: bool = False
+    """A step's rollouts are under way, so that few turns left means its tail."""
+    paused: bool = False
+    """The client holds its turns back."""
+    tokens_ended: int = 0
+    """Of attempts that have ended."""
+    stale: int = 0
+    """Trajectories that were over-stale so far."""

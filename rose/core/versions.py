@@ -62,20 +62,41 @@ ANY_VERSION = VersionWish()
 class JobVersions:
     """One job's published and required versions."""
 
-    def __init__(self, staleness_max: int, unknown_ok: bool = False) -> None:
-        self.staleness_max = staleness_max
-        self.unknown_ok = unknown_ok
+    def __init__(
+        self, staleness_max: int, unknown_ok: bool = False, trajectory_staleness_max: int | None = None
+    ) -> None:
+        self.bound(staleness_max, unknown_ok, trajectory_staleness_max)
         self.required = WeightVersion(0)
         self.latest = WeightVersion(0)
         """Highest version published or required so far."""
         self.rl_step: int | None = None
         """None until the first step began."""
 
+    def bound(self, staleness_max: int, unknown_ok: bool, trajectory_staleness_max: int | None) -> None:
+        """New terms of the job; without a `trajectory_staleness_max` trajectories may be of any age."""
+        self.staleness_max = staleness_max
+        self.unknown_ok = unknown_ok
+        self.trajectory_staleness_max = trajectory_staleness_max
+
     @property
     def window(self) -> VersionWindow:
         """The versions that are fit now."""
         ceiling = self.latest if self.staleness_max else self.required
         return VersionWindow(self.required - self.staleness_max, ceiling, self.unknown_ok)
+
+    @property
+    def birth_floor(self) -> int | None:
+        """Trajectories that began on an older version are over-stale; None: none ever is."""
+        most = self.trajectory_staleness_max
+        return None if most is None else self.required - most
+
+    def unmet(self, wish: VersionWish) -> str:
+        """A wish that no replica meets, and what there is."""
+        window = self.window
+        return (
+            f"version {wish}; the job's turns run on {window.floor} to {window.ceiling}, "
+            f"the latest published is {self.latest}"
+        )
 
     def publish(self, version: WeightVersion) -> bool:
         """The trainer committed `version`; False if that was known or overtaken."""

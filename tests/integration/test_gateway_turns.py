@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
+from dialect_asks import ASK_SGLANG, ASK_VLLM, GENERATE
 from gateway_world import MESSAGES, MODEL, World, expected, world
 from rose_daemon import mock_model
 from waiting import until
@@ -203,6 +205,53 @@ async def test_versions_are_recorded_by_token(tmp_path: Path) -> None:
         assert begin == end + 1
         kept = expected(PROMPT, begin)[0]
         assert answer.choices[0].token_ids == kept + expected(PROMPT + kept, 60 - begin, version=1)[0]
+
+
+async def test_a_trajectory_that_grew_too_old_is_told_so_in_each_dialect(tmp_path: Path) -> None:
+    """In a stream and out of it: what runs is aborted, what comes is refused, and it is counted."""
+    async with world(tmp_path, engines=1, job=False, token_ms=20) as made:
+        spec = {"job": "job-0", "model": MODEL, "n_rl": 1, "staleness_max": 1, "trajectory_staleness_max": 0}
+        await made.post("/rose/v1/jobs", spec)
+        await made.ready()
+        body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 400, "ignore_eos": True}
+
+        async def whole() -> tuple[int, str]:
+            status, answer = await made.post("/v1/completions", body, x_rose_trajectory="old")
+            return status, answer["error"]["code"]
+
+        async def streamed() -> str:
+            async with made.http.post(
+                f"{made.url}/v1/completions",
+                json=body | {"stream": True},
+                headers={"x-rose-trajectory": "old"},
+            ) as answer:
+                assert answer.status == 200
+                return (await answer.text()).strip().rpartition("data: ")[2]
+
+        running = [asyncio.create_task(whole()), asyncio.create_task(streamed())]
+        (engine,) = made.engines
+        await until(lambda: len(engine.state.requests) == 2 and engine.state.tokens > 20)
+        await made.post("/rose/v1/jobs/job-0/steps", {"rl_step": 1, "required_version": 1})
+        assert await running[0] == (409, "trajectory_stale")
+        error = msgspec.json.decode(await running[1])["error"]
+        assert error["code"] == "trajectory_stale"
+        assert "began on version 0; the job is at 1" in error["message"]
+        await until(lambda: not engine.state.requests)
+        for path, ask in (
+            ("/v1/completions", body),
+            (GENERATE, ASK_VLLM),
+            ("/generate", ASK_SGLANG | {"sampling_params": {"max_new_tokens": 1}}),
+        ):
+            data = msgspec.json.encode(ask)
+            async with made.http.post(
+                made.url + path, data=data, headers={"x-rose-trajectory": "old"}
+            ) as answer:
+                assert (answer.status, answer.headers["x-rose-error"]) == (409, "trajectory_stale")
+                assert "Retry-After" not in answer.headers
+        _, job = await made.get("/rose/v1/jobs/job-0")
+        assert job["trajectories_stale"] == 1
+        async with made.http.get(f"{made.url}/metrics") as metrics:
+            assert 'rose_job_trajectories_stale{job="job-0"} 1.0' in await metrics.text()
 
 
 async def test_a_stalled_engine_loses_its_turn(tmp_path: Path) -> None:

@@ -751,3 +751,86 @@ def test_what_a_job_may_use_now(cluster: Scheduler) -> None:
     cluster.beat(ded={"state": "failed"})
     assert cluster.machine.capacity(J) == (0, 0, 1, 14)
     assert cluster.machine.capacity(JobId("nobody")) is None
+
+
+# ---- the age of trajectories ------------------------------------------------------------------------
+
+
+def test_an_over_stale_trajectory_is_aborted_counted_and_refused(cluster: Scheduler) -> None:
+    """Its turns were on fit weights each; what it began with is too old."""
+    cluster.submit(staleness_max=4, trajectory_staleness_max=1)
+    cluster.turn("a", "old")
+    cluster.finish("a", "opp")
+    cluster.turn("w", "idle")
+    cluster.finish("w", "opp")
+    cluster.do(ev.VersionPublished(J, WeightVersion(1)))
+    cluster.beat(opp={"weight_version": 1}, ded={"weight_version": 1})
+    assert failed(cluster.step(1, 1)) == []
+    ((_, replica, _, _),) = sent(cluster.turn("b", "old"))
+    assert sent(cluster.turn("c", "young")) != []
+    effects = cluster.step(2, 2)
+    assert stopped(effects) == [("b", replica, "trajectory_stale")]
+    assert failed(effects) == [("b", 409, "trajectory_stale")]
+    (said,) = of(effects, Say)
+    assert (said.code, said.text) == (
+        "trajectory_stale",
+        "2 trajectories began before version 1: aborted",
+    )
+    assert failed(cluster.turn("d", "old")) == [("d", 409, "trajectory_stale")]
+    assert failed(cluster.turn("e", "new")) == []
+    view = cluster.machine.job_view(J)
+    assert view is not None
+    assert (view.trajectory_staleness_max, view.trajectories_stale) == (1, 2)
+    assert failed(cluster.step(3, 2)) == []
+    assert cluster.machine.job_view(J).trajectories_stale == 2, "none is counted twice"  # type: ignore[union-attr]
+
+
+def test_a_trajectory_that_is_over_begins_anew_under_its_name(cluster: Scheduler) -> None:
+    cluster.submit(staleness_max=4, trajectory_staleness_max=0)
+    cluster.turn("a", "t")
+    cluster.finish("a", "opp")
+    cluster.step(1, 1)
+    assert failed(cluster.turn("b", "t")) == [("b", 409, "trajectory_stale")]
+    cluster.do(ev.TrajectoryEnded(J, TrajectoryId("t")))
+    cluster.beat(opp={"weight_version": 1})
+    assert sent(cluster.turn("c", "t")) == [("c", "opp", 1, "serving")]
+
+
+@pytest.mark.parametrize(("tokens", "stale"), [(0, []), (3, [("a", 409, "trajectory_stale")])])
+def test_only_tokens_age_a_trajectory(
+    cluster: Scheduler, tokens: int, stale: list[tuple[str, int, str]]
+) -> None:
+    """An attempt that brought none has left nothing of its weights."""
+    cluster.submit(staleness_max=4, trajectory_staleness_max=0)
+    cluster.beat(ded={"state": "stopped"})
+    cluster.turn("a", "t")
+    cluster.interrupt("a", "opp", tokens, attempt=1)
+    assert failed(cluster.step(1, 1)) == stale
+
+
+def test_trajectories_may_be_of_any_age_unless_their_job_bounds_it(cluster: Scheduler) -> None:
+    cluster.submit(staleness_max=9)
+    cluster.turn("a", "t")
+    cluster.finish("a", "opp")
+    assert failed(cluster.step(1, 9)) == []
+    assert len(sent(cluster.turn("b", "t"))) == 1
+    view = cluster.machine.job_view(J)
+    assert view is not None
+    assert (view.trajectory_staleness_max, view.trajectories_stale) == (None, 0)
+
+
+def test_guessed_trajectories_have_no_age(cluster: Scheduler) -> None:
+    """Two agents may begin alike: one is not the past of the other."""
+    cluster.submit(staleness_max=4, trajectory_staleness_max=0)
+    cluster.turn("a", "t", hint=True)
+    cluster.finish("a", "opp")
+    assert failed(cluster.step(1, 1)) == []
+    assert failed(cluster.turn("b", "t", hint=True)) == []
+
+
+def test_the_age_of_trajectories_survives_a_restart(cluster: Scheduler) -> None:
+    cluster.submit(staleness_max=4, trajectory_staleness_max=1)
+    pin = ev.TrajectoryPinned(J, TrajectoryId("t"), ReplicaId("opp"), WeightVersion(0))
+    cluster.step(1, 2)
+    cluster.do(pin)
+    assert failed(cluster.turn("a", "t")) == [("a", 409, "trajectory_stale")]

@@ -17,15 +17,18 @@ from rose_daemon.scheduler.telemetry import Telemetry
 from rose.core.cluster import ClusterSettings
 from rose.core.effects import DispatchTurn, Say
 from rose.core.events import (
+    JobStepBegan,
     JobSubmitted,
     NodeRegistered,
     ReplicaDrainRequested,
     ReplicaReport,
     Tick,
+    TrajectoryEnded,
     TurnArrived,
     TurnFinished,
     TurnInterrupted,
     TurnProgressed,
+    VersionPublished,
 )
 from rose.errors import NotReady, RoseError
 from rose.units import JobId, NodeId, ReplicaId, TrajectoryId, TurnId, WeightVersion
@@ -275,3 +278,44 @@ def test_a_checkpoint_needs_no_writer_and_makes_no_file(tmp_path: Path) -> None:
         file.unlink()
     store.checkpoint()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_age_of_trajectories_survives_the_scheduler(tmp_path: Path) -> None:
+    """That of its first tokens, over several restarts; what has ended leaves no age behind."""
+    ahead = msgspec.structs.replace(REPORT, weight_version=WeightVersion(1))
+    spec = JobSubmitted(JOB, "m", 1, 0, staleness_max=4, trajectory_staleness_max=1)
+    beats = iter(range(1, 100))
+
+    def start() -> tuple[Store, ClusterDriver]:
+        store, driver = restarted(tmp_path)
+        driver.feed(NodeRegistered(NodeId("n"), f"s{next(beats)}", (ahead,)))
+        return store, driver
+
+    def turn(driver: ClusterDriver, trajectory: str) -> None:
+        name = TurnId(f"x{next(beats)}")
+        driver.feed(TurnArrived(name, JOB, TrajectoryId(trajectory), 10, 10))
+        driver.feed(TurnFinished(name, REPORT.replica, 5))
+
+    store, driver = restarted(tmp_path)
+    store.put_job(JobRecord(spec))
+    driver.feed(spec)
+    driver.feed(NodeRegistered(NodeId("n"), "s0", (REPORT,)))
+    for trajectory in ("old", "over", "old"):
+        turn(driver, trajectory)
+    driver.feed(TrajectoryEnded(JOB, TrajectoryId("over")))
+    store.close()
+    for _ in range(2):
+        store, driver = start()
+        driver.feed(VersionPublished(JOB, WeightVersion(1)))
+        turn(driver, "old")
+        turn(driver, "over")
+        assert {pin.trajectory: pin.born_version for pin in store.pins()}["old"] == 0
+        store.close()
+    store, driver = start()
+    driver.feed(JobStepBegan(JOB, 1, WeightVersion(2)))
+    failed = driver.machine.counts().failed
+    turn(driver, "over")
+    assert driver.machine.counts().failed == failed
+    turn(driver, "old")
+    assert driver.machine.counts().failed == failed + 1
+    store.close()

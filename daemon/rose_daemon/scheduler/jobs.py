@@ -25,6 +25,7 @@ _LIMITS = {
     "n_serving_max": (0, 4096),
     "staleness_max": (0, 1024),
     "trajectories_per_replica_max": (1, 4096),
+    "trajectory_staleness_max": (0, 1024),
 }
 
 
@@ -68,7 +69,7 @@ class JobDesk:
         if not spec.model:
             raise bad_request("`model` must name the model to roll out", param="model")
         for name, (low, high) in _LIMITS.items():
-            if not low <= getattr(spec, name) <= high:
+            if (value := getattr(spec, name)) is not None and not low <= value <= high:
                 raise bad_request(f"`{name}` must lie between {low} and {high}", param=name)
         if spec.n_rl + spec.n_serving_max == 0:
             raise bad_request("a job needs `n_rl` or `n_serving_max` above 0", param="n_rl")

@@ -295,6 +295,9 @@ class Scheduler:
                 (("kind", kind),): float(value) for kind, value in counts.items()
             },
             ("rose_nodes", "Nodes, by state"): states,
+            ("rose_job_trajectories_stale", "Trajectories aborted as over-stale since start"): {
+                (("job", str(job.job)),): float(job.trajectories_stale) for job in view.jobs
+            },
             ("rose_replica_turns_in_flight", "Turns in flight"): {
                 key: float(replica.turns_in_flight) for key, replica in by_replica.items()
             },

@@ -65,6 +65,7 @@ class JobBody(msgspec.Struct, forbid_unknown_fields=True):
     staleness_max: int = 0
     trajectories_per_replica_max: int = 16
     unknown_version_ok: bool = False
+    trajectory_staleness_max: int | None = None
 
 
 class StepBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -117,6 +118,7 @@ class ControlApi:
             body.staleness_max,
             body.trajectories_per_replica_max,
             body.unknown_version_ok,
+            body.trajectory_staleness_max,
         )
         created = self._desk.submit(spec)
         return self._job(spec.job, HTTPStatus.CREATED if created else HTTPStatus.OK)

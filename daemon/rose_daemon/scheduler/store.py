@@ -22,8 +22,10 @@ import structlog
 from rose.core.effects import ClusterEffect, DispatchTurn, Say
 from rose.core.events import (
     ClusterEvent,
+    JobEnded,
     JobSubmitted,
     ReplicaDistrusted,
+    TrajectoryEnded,
     TrajectoryPinned,
     TurnArrived,
     TurnFinished,
@@ -357,22 +359,36 @@ class Store:
         """
         rows: Iterator[tuple[bytes, bytes]] = self._db.execute(
             "SELECT event, effects FROM journal WHERE boot=(SELECT max(boot) FROM journal WHERE boot<?)"
-            " AND (instr(event, ?) OR instr(event, ?) OR instr(effects, ?)) ORDER BY seq",
-            (self.boot, b"TurnArrived", b"TrajectoryPinned", b"DispatchTurn"),
+            " AND (instr(event, ?) OR instr(event, ?) OR instr(event, ?) OR instr(event, ?)"
+            " OR instr(effects, ?)) ORDER BY seq",
+            (
+                self.boot,
+                b"TurnArrived",
+                b"TrajectoryPinned",
+                b"TrajectoryEnded",
+                b"JobEnded",
+                b"DispatchTurn",
+            ),
         )
         turns: dict[TurnId, tuple[JobId, TrajectoryId]] = {}
-        where: dict[tuple[JobId, TrajectoryId], ReplicaId] = {}
+        where: dict[tuple[JobId, TrajectoryId], TrajectoryPinned] = {}
         for event_blob, effects_blob in rows:
             event = msgspec.msgpack.decode(event_blob, type=ClusterEvent)
             if isinstance(event, TurnArrived):
                 turns[event.turn] = (event.job, event.trajectory)
             elif isinstance(event, TrajectoryPinned):
-                where[event.job, event.trajectory] = event.replica
+                where[event.job, event.trajectory] = event
+            elif isinstance(event, TrajectoryEnded):
+                where.pop((event.job, event.trajectory), None)
+            elif isinstance(event, JobEnded):
+                where = {key: pin for key, pin in where.items() if key[0] != event.job}
             for effect in msgspec.msgpack.decode(effects_blob, type=list[ClusterEffect]):
                 if isinstance(effect, DispatchTurn) and (key := turns.get(effect.turn)) is not None:
-                    where.pop(key, None)  # so that the most recent one stands last
-                    where[key] = effect.replica
-        return [TrajectoryPinned(*key, replica) for key, replica in where.items()][-pins_max:]
+                    before = where.pop(key, None)  # so that the most recent one stands last
+                    known = (effect.version, None if before is None else before.born_version)
+                    born = min((version for version in known if version is not None), default=None)
+                    where[key] = TrajectoryPinned(*key, effect.replica, born)
+        return list(where.values())[-pins_max:]
 
     def suspended(self) -> list[ReplicaId]:
         """Replicas that the run of the scheduler before this one left out, and had no token from since."""
