@@ -19,6 +19,7 @@ SLACK_TOKENS_MIN = 8
 """Beside running requests a smaller cap than this counts as none, for the same reason."""
 STRICT_DELAY_SHARE = 0.12
 """In STRICT, the share of its TTFT budget that an arrival may have to wait for a rollout step in flight."""
+_MODE_MIN, _MODE_MAX = int(min(GateMode)), int(max(GateMode))
 LEASE_NS_MAX = 60 * NS_PER_S
 """No rosed promises to live longer than this; a later `alive_until_ns` means that the clock moved."""
 CLOCK_AHEAD_NS_MAX = NS_PER_S
@@ -142,8 +143,10 @@ class AdmissionGate:
         self, slack: SlackReading, policy: GatePolicy, now_ns: int, in_flight_ns: int
     ) -> Admission | None:
         """As many tokens as fit in the slack and in what an arrival could bear; None where STRICT decides."""
+        if not _only_decodes(slack, policy) or slack.decode_predicted_ns <= 0:
+            return None
         latency = self.latency_beside
-        if not _only_decodes(slack, policy) or not latency.calibrated or slack.decode_predicted_ns <= 0:
+        if not latency.calibrated:
             return None
         margin_ns = max(policy.margin_ns, latency.margin_ns())
         # Whoever arrives now waits for the decode step in flight as well (ours).
@@ -174,15 +177,15 @@ class AdmissionGate:
 
     def _idle_cap(self, bearable_ns: int, policy: GatePolicy) -> int:
         """The policy's cap, less what an unlucky new arrival could not bear."""
-        cap = self._policy_cap(policy)
-        if not self.latency.calibrated:
+        cap, latency = self._policy_cap(policy), self.latency
+        if not latency.calibrated:
             return cap
-        return min(cap, max(self._tokens_floor, self.latency.largest_within(bearable_ns, cap)))
+        return min(cap, max(self._tokens_floor, latency.largest_within(bearable_ns, cap)))
 
 
 def _plausible(policy: GatePolicy) -> bool:
     """Whether a policy says something we understand; a mode of a later release closes the gate."""
-    return GateMode.CLOSED <= policy.mode <= GateMode.OPEN and policy.token_cap >= 0
+    return _MODE_MIN <= policy.mode <= _MODE_MAX and policy.token_cap >= 0
 
 
 def _arrival_budget_ns(slack: SlackReading, policy: GatePolicy) -> int:

@@ -213,22 +213,22 @@ class ClusterMachine:
 
     def _turn_event(self, event: ClusterTurnEvent, now_ns: int) -> None:
         match event:
-            case TrajectoryPinned():
-                self._dispatcher.pinned(event, now_ns)
-            case TrajectoryEnded():
-                self._dispatcher.forget_trajectory(event)
-            case TurnProgressed():
-                self._dispatcher.progressed(event, now_ns)
             case TurnArrived():
                 self._dispatcher.arrived(event, now_ns)
             case TurnFinished():
                 self._dispatcher.finished(event)
+            case TurnProgressed():
+                self._dispatcher.progressed(event, now_ns)
             case TurnInterrupted():
                 self._dispatcher.interrupted(event, now_ns)
             case TurnRefused():
                 self._dispatcher.refused(event)
             case TurnCancelled():
                 self._dispatcher.cancelled(event.turn)
+            case TrajectoryPinned():
+                self._dispatcher.pinned(event, now_ns)
+            case TrajectoryEnded():
+                self._dispatcher.forget_trajectory(event)
             case _:
                 assert_never(event)
 

@@ -437,10 +437,11 @@ class ReplicaDistrusted(Event, frozen=True):
     replica: ReplicaId
 
 
+# The frequent ones first: they are told apart in this order.
 ClusterTurnEvent = (
-    TrajectoryPinned | TrajectoryEnded | TurnArrived | TurnProgressed | TurnFinished | TurnInterrupted
-    | TurnRefused | TurnCancelled
+    TurnArrived | TurnFinished | TurnProgressed | TurnInterrupted | TurnRefused | TurnCancelled
+    | TrajectoryPinned | TrajectoryEnded
 )  # fmt: skip
-ClusterNodeEvent = NodeRegistered | NodeHeartbeat | NodeLeft | ReplicaDrainRequested | ReplicaDistrusted
+ClusterNodeEvent = NodeHeartbeat | NodeRegistered | NodeLeft | ReplicaDrainRequested | ReplicaDistrusted
 ClusterJobEvent = JobSubmitted | JobEnded | JobPaused | JobStepBegan | JobStepEnded | VersionPublished
 ClusterEvent = Tick | ClusterTurnEvent | ClusterNodeEvent | ClusterJobEvent

@@ -122,12 +122,15 @@ class _Route:
     """Takes turns of this job, as far as there is room."""
     open: bool = False
     """Takes a turn of this job now."""
+    rank: _Rank = (True, 0.0, True)
+    """How little it invites any turn, while it is open."""
     entry: _Entry | None = None
     """Its entry in a heap, no worse than its rank is now; None if it has none."""
     heap: list[_Entry] | None = None
     """Where that is.  Other entries of the route, anywhere, are outdated."""
 
 
+_Rank = tuple[bool, float, bool]
 _Entry = tuple[bool, float, bool, int, int, _Route]
 """Gate held, load, gate closed, order of the lease, a number that no other entry has, and the route."""
 
@@ -319,7 +322,7 @@ class Router:
             return serving or dedicated
         return serving if self._rank(serving, want) <= self._rank(dedicated, want) else dedicated
 
-    def _rank(self, route: _Route, want: Want) -> tuple[bool, float, bool]:
+    def _rank(self, route: _Route, want: Want) -> _Rank:
         """How little a replica invites the turn."""
         condition = route.condition
         load = self._load(route, 1, want.tokens)
@@ -353,8 +356,8 @@ class Router:
             elif not route.open:
                 route.entry = None
                 heapq.heappop(heap)
-            elif entry[:3] != (rank := self._entry_rank(route)):
-                route.entry = self._entry(route, rank)
+            elif entry[:3] != route.rank:
+                route.entry = self._entry(route)
                 heapq.heapreplace(heap, route.entry)
             elif route.id == want.avoid or not self._suits(route, want):
                 aside.append(heapq.heappop(heap))
@@ -388,13 +391,13 @@ class Router:
         heap = self._heaps.get((route.serving, condition.hardware))
         if heap is None:
             heap = self._heaps[route.serving, condition.hardware] = []
-        rank = self._entry_rank(route)
+        rank = route.rank = (condition.gate_held, self._load(route), not condition.gate_open)
         if route.entry is not None and route.heap is heap and route.entry[:3] <= rank:
             return  # it is put right when it comes to the top
         if len(heap) > 2 * len(self._routes) + _HEAP_SLACK:
             heap[:] = [entry for entry in heap if entry is entry[-1].entry]
             heapq.heapify(heap)
-        route.entry, route.heap = self._entry(route, rank), heap
+        route.entry, route.heap = self._entry(route), heap
         heapq.heappush(heap, route.entry)
 
     def _count(self, route: _Route, change: int) -> None:
@@ -402,11 +405,6 @@ class Router:
         if not route.serving:
             self._open_dedicated += change
 
-    def _entry_rank(self, route: _Route) -> tuple[bool, float, bool]:
-        """How little a replica invites any turn."""
-        condition = route.condition
-        return (condition.gate_held, self._load(route), not condition.gate_open)
-
-    def _entry(self, route: _Route, rank: tuple[bool, float, bool]) -> _Entry:
+    def _entry(self, route: _Route) -> _Entry:
         self._entries += 1
-        return (*rank, route.order, self._entries, route)
+        return (*route.rank, route.order, self._entries, route)

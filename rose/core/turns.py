@@ -79,6 +79,9 @@ class TurnQueue:
     def __len__(self) -> int:
         return len(self._resuming) + len(self._fresh) + len(self._aside)
 
+    def __bool__(self) -> bool:
+        return bool(self._fresh or self._resuming or self._aside)
+
     def push(self, turn: Turn) -> None:
         """Append to its lane."""
         self._lane(turn)[turn.id] = turn

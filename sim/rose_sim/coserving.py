@@ -158,8 +158,7 @@ class _ServingClients:
             request = Request(record.prompt_tokens, record.output_tokens, owner=number)
             loop.at(sent_ps + to_ps(way_ms), self._arrive, request)
 
-    def _arrive(self, _now_ps: int, request: object) -> None:
-        assert isinstance(request, Request)
+    def _arrive(self, _now_ps: int, request: Request) -> None:
         assert self.device is not None
         self.device.arriving(request)
         if not self.device.serving.submit(request):
@@ -168,8 +167,7 @@ class _ServingClients:
 
     def first_token(self, request: Request, now_ps: int) -> None:
         """For the engine."""
-        number = request.owner
-        assert isinstance(number, int)
+        number: int = request.owner
         assert self.device is not None
         self.ttft_ms.append((now_ps - self._sent_ps[number]) / PS_PER_MS + self._out_ms[number])
         self.device.first_token(request)

@@ -53,6 +53,8 @@ class Engine:
         self.changed: Callable[[int], None] | None = None
         """Told when the engine falls idle or gets work."""
         self.requests_max = requests_max
+        self.load = 0
+        """All requests in it, waiting or admitted."""
         self._on_first = on_first
         self._on_finish = on_finish
         self._single = single_steps
@@ -87,11 +89,6 @@ class Engine:
     def running(self) -> int:
         """Requests admitted: prefilling or decoding."""
         return len(self._prefilling) + len(self._decoding)
-
-    @property
-    def load(self) -> int:
-        """All requests in it."""
-        return len(self._waiting) + len(self._prefilling) + len(self._decoding)
 
     @property
     def in_step(self) -> bool:
@@ -140,6 +137,7 @@ class Engine:
         request.engine = self
         request.sent_ps = self.loop.now_ps
         self._waiting.append(request)
+        self.load += 1
         if self._settling:
             return True
         if self._run is None:
@@ -259,13 +257,15 @@ class Engine:
         batch = len(self._decoding)
         self.steps += steps
         self._step += steps
-        self.context_steps += self._context * steps + batch * (steps * (steps - 1) // 2)
-        self._context += batch * steps
-        self.decode_tokens += batch * steps
+        if batch:
+            self.context_steps += self._context * steps + batch * (steps * (steps - 1) // 2)
+            self._context += batch * steps
+            self.decode_tokens += batch * steps
         if run.chunk:
             self._prefilled(run, steps)
-        while self._decoding and self._decoding[0][0] <= self._step:
-            request = heapq.heappop(self._decoding)[2]
+        decoding = self._decoding
+        while decoding and decoding[0][0] <= self._step:
+            request = heapq.heappop(decoding)[2]
             self._context -= request.prompt + request.output
             self._finish(request)
 
@@ -292,12 +292,14 @@ class Engine:
     def _finish(self, request: Request) -> None:
         request.finished_ps = self.loop.now_ps
         request.engine = None
+        self.load -= 1
         self.kv.release(request.key, request.reserved, request.prompt + request.output)
         self._on_finish(request, request.finished_ps)
 
     def _remove(self, request: Request, keep: int) -> None:
         """Take a request out, wherever it stands.  No run may be under way."""
         request.engine = None
+        self.load -= 1
         if request.started_ps < 0:
             self._waiting.remove(request)
             return
@@ -305,7 +307,7 @@ class Engine:
             self._prefilling.remove(request)
         else:
             self._context -= request.prompt + request.output - (request.finish_step - self._step)
-            self._decoding = [entry for entry in self._decoding if entry[2] is not request]
+            self._decoding[:] = [entry for entry in self._decoding if entry[2] is not request]
             heapq.heapify(self._decoding)
         self.kv.release(request.key, request.reserved, keep)
 
@@ -332,19 +334,22 @@ class Engine:
         if not self.allowed or not (self._prefilling or self._decoding):
             self._tell()
             return
-        self._run = run = self._next_run(max(self.loop.now_ps, self._hold_ps))
+        now_ps, hold_ps = self.loop.now_ps, self._hold_ps
+        self._run = run = self._next_run(max(hold_ps, now_ps))
         if self._single and run.steps > 1:
             run.steps = 1
             run.end_ps = run.start_ps + run.first
         self._schedule(run)
-        self._tell()
+        if self.changed is not None:
+            self.changed(now_ps)
 
     def _next_run(self, start_ps: int) -> Run:
         batch, cost, halves = len(self._decoding), self.cost, self.halves
         index = min(batch, len(cost.batch) - 1)
         if not self._prefilling:
             # A cap below the batch serves part of it in each step, in turn.
-            halves *= -(-batch // self.allowed)
+            if batch > self.allowed:
+                halves *= -(-batch // self.allowed)
             first = cost.batch[index] + cost.context[index] * self._context + cost.overhead
             until_end = self._decoding[0][0] - self._step
             more = cost.context[index] * batch

@@ -57,8 +57,7 @@ class FaultSwarm:
             self._world.fleet.take_down(replica, "engine_exited")
             self._world.loop.after(ps(self._spec.restart_s), self._restarted, replica)
 
-    def _restarted(self, _now_ps: int, replica: object) -> None:
-        assert isinstance(replica, Replica)
+    def _restarted(self, _now_ps: int, replica: Replica) -> None:
         self._world.fleet.bring_up(replica, replica.version)
 
     def _part(self) -> None:
@@ -68,8 +67,7 @@ class FaultSwarm:
             replica.silent = True
             self._world.loop.after(ps(self._spec.partition_s), self._healed, replica)
 
-    def _healed(self, _now_ps: int, replica: object) -> None:
-        assert isinstance(replica, Replica)
+    def _healed(self, _now_ps: int, replica: Replica) -> None:
         replica.silent = False
         self._world.fleet.tell(replica)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import assert_never
+from typing import Any, assert_never
 
 from rose.core.cluster import ClusterMachine, ClusterSettings
 from rose.core.effects import (
@@ -93,7 +93,7 @@ class Turn:
 
     __slots__ = ("attempt", "done", "id", "output", "owner", "prompt", "replica", "request")
 
-    def __init__(self, name: str, prompt: int, output: int, owner: object) -> None:
+    def __init__(self, name: str, prompt: int, output: int, owner: Any) -> None:
         self.id = TurnId(name)
         self.prompt = prompt
         self.output = output
@@ -205,8 +205,7 @@ class Fleet:
 
     def finished(self, request: Request, now_ps: int) -> None:
         """An engine completed an attempt."""
-        turn = request.owner
-        assert isinstance(turn, Turn)
+        turn: Turn = request.owner
         if turn.request is not request:
             return  # stopped at the very instant of its end
         assert turn.replica is not None
@@ -219,8 +218,7 @@ class Fleet:
 
     def interrupt(self, request: Request, tokens: int, reason: str, *, failed: bool = False) -> None:
         """An engine ended an attempt early, with `tokens` tokens of it kept; `failed`: it does not answer."""
-        turn = request.owner
-        assert isinstance(turn, Turn)
+        turn: Turn = request.owner
         assert turn.replica is not None
         replica, turn.replica, turn.request = turn.replica, None, None
         turn.done += tokens
@@ -256,8 +254,7 @@ class Fleet:
 
     # ---- inside ------------------------------------------------------------------------------------
 
-    def _beat(self, _now_ps: int, replica: object) -> None:
-        assert isinstance(replica, Replica)
+    def _beat(self, _now_ps: int, replica: Replica) -> None:
         self.tell(replica)
         self.loop.after(HEARTBEAT_S * PS_PER_S, self._beat, replica)
 

@@ -94,8 +94,7 @@ class Player:
             if turn is not None:
                 self.fleet.cancel(turn)
 
-    def _send(self, _now_ps: int, episode: object) -> None:
-        assert isinstance(episode, Episode)
+    def _send(self, _now_ps: int, episode: Episode) -> None:
         if episode.id not in self._live:
             return
         plan = episode.turns[episode.next_turn]
@@ -106,8 +105,7 @@ class Player:
 
     def answered(self, turn: Turn, now_ps: int) -> None:
         """For the fleet: a turn is complete."""
-        episode = turn.owner
-        assert isinstance(episode, Episode)
+        episode: Episode = turn.owner
         self._live[episode.id] = None
         plan = episode.turns[episode.next_turn]
         episode.next_turn += 1
@@ -117,8 +115,7 @@ class Player:
         else:
             self.loop.after(plan.env_ps + API_PS // 2, self._end, episode)
 
-    def _end(self, now_ps: int, episode: object) -> None:
-        assert isinstance(episode, Episode)
+    def _end(self, now_ps: int, episode: Episode) -> None:
         if episode.id in self._live:
             del self._live[episode.id]
             episode.finished_ps = now_ps
@@ -181,8 +178,7 @@ class SyncJob:
         rl = self._scenario.rl
         self._loop.after(ps(rl.reward_s + rl.train_s), self._trained, now_ps)
 
-    def _trained(self, now_ps: int, rolled_ps: object) -> None:
-        assert isinstance(rolled_ps, int)
+    def _trained(self, now_ps: int, rolled_ps: int) -> None:
         assert self._batch is not None
         self.records.append(
             StepRecord(
@@ -282,8 +278,7 @@ class AsyncJob:
         delay = rl.reward_s + rl.train_s + self._system.weights_s(self.step)
         self._loop.after(ps(delay), self._trained, self._loop.now_ps)
 
-    def _trained(self, now_ps: int, collected_ps: object) -> None:
-        assert isinstance(collected_ps, int)
+    def _trained(self, now_ps: int, collected_ps: int) -> None:
         rl = self._scenario.rl
         step = self.step
         self.records.append(

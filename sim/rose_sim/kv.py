@@ -51,14 +51,15 @@ class KvLedger:
 
         The prefix becomes part of the reservation.
         """
-        need = blocks_up(tokens)
-        own = blocks_up(self._prefixes.get(key, 0))
-        if self.running + need > self.capacity:
+        running = self.running + blocks_up(tokens)
+        if running > self.capacity:
             return None
+        self.running = running
+        self.peak = max(self.peak, running)
+        if not self._prefixes:
+            return 0
         hit = self._prefixes.pop(key, 0)
-        self.kept -= own
-        self.running += need
-        self.peak = max(self.peak, self.running)
+        self.kept -= blocks_up(hit)
         self._make_room()
         return hit
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -16,7 +17,9 @@ PS_PER_US = 1_000_000
 PS_PER_MS = 1_000_000_000
 PS_PER_S = 1_000_000_000_000
 
-_Entry = tuple[int, int, Callable[[int, object], None], object]
+Call = Callable[[int, Any], None]
+"""Told the time, and what it was asked for with."""
+_Entry = tuple[int, int, Call, Any]
 
 
 def ps(seconds: float) -> int:
@@ -45,13 +48,13 @@ class Loop:
         """The time as the policy machines know it."""
         return self.now_ps // PS_PER_NS
 
-    def at(self, time_ps: int, call: Callable[[int, object], None], argument: object = None) -> None:
+    def at(self, time_ps: int, call: Call, argument: Any = None) -> None:
         """Have `call(time_ps, argument)` run at an instant that is not past."""
         assert time_ps >= self.now_ps, f"{time_ps} lies before {self.now_ps}"
         self._asked += 1
         heapq.heappush(self._heap, (time_ps, self._asked, call, argument))
 
-    def after(self, delay_ps: int, call: Callable[[int, object], None], argument: object = None) -> None:
+    def after(self, delay_ps: int, call: Call, argument: Any = None) -> None:
         """Have `call` run `delay_ps` from now."""
         self.at(self.now_ps + delay_ps, call, argument)
 
@@ -65,10 +68,12 @@ class Loop:
         pop = heapq.heappop
         self._stopped = False
         while heap and not self._stopped:
-            if until_ps is not None and heap[0][0] > until_ps:
+            entry = pop(heap)
+            time_ps, _, call, argument = entry
+            if until_ps is not None and time_ps > until_ps:
+                heapq.heappush(heap, entry)
                 self.now_ps = until_ps
                 return
-            time_ps, _, call, argument = pop(heap)
             self.now_ps = time_ps
             self.events += 1
             call(time_ps, argument)

@@ -25,12 +25,13 @@ def least_loaded(devices: list[Sharing], number: int) -> Sharing:
     """The engine with the fewest requests; equal ones take turns."""
     count = len(devices)
     best = devices[number % count]
+    least = best.serving.load
     for offset in range(1, count):
-        if not best.serving.load:
+        if not least:
             break
         device = devices[(number + offset) % count]
-        if device.serving.load < best.serving.load:
-            best = device
+        if (load := device.serving.load) < least:
+            best, least = device, load
     return best
 
 
@@ -84,8 +85,7 @@ class ServingLoad:
         self._next()
 
     def _send(self, request: Request, devices: list[Sharing], came_ps: int) -> None:
-        number = request.owner
-        assert isinstance(number, int)
+        number: int = request.owner
         device = self._choose(devices, number)
         self._owner[number] = (device, came_ps)
         device.arriving(request)
@@ -100,16 +100,14 @@ class ServingLoad:
 
     def first_token(self, request: Request, now_ps: int) -> None:
         """For the engines: a first token."""
-        number = request.owner
-        assert isinstance(number, int)
+        number: int = request.owner
         device, came_ps = self._owner[number]
         self.ttft_ms.append((now_ps + API_PS // 2 - came_ps) / PS_PER_MS)
         device.first_token(request)
 
     def finished(self, request: Request, now_ps: int) -> None:
         """For the engines: a complete answer."""
-        number = request.owner
-        assert isinstance(number, int)
+        number: int = request.owner
         if request.output > 1:
             self.tpot_ms.append((now_ps - request.first_ps) / (request.output - 1) / PS_PER_MS)
         self._owner.pop(number)[0].finished(request)
@@ -170,8 +168,7 @@ class DisaggregatedLoad(ServingLoad):
 
     def finished(self, request: Request, now_ps: int) -> None:
         """For the engines: a prefill or an answer is complete."""
-        number = request.owner
-        assert isinstance(number, int)
+        number: int = request.owner
         device, came_ps = self._owner[number]
         device.finished(request)
         output = self._tokens[number]
@@ -185,6 +182,5 @@ class DisaggregatedLoad(ServingLoad):
             self.tpot_ms.append((now_ps - self._firsts_ps[number]) / (output - 1) / PS_PER_MS)
         del self._owner[number], self._firsts_ps[number], self._tokens[number]
 
-    def _handed_over(self, _now_ps: int, handed: object) -> None:
-        assert isinstance(handed, HandOver)
+    def _handed_over(self, _now_ps: int, handed: HandOver) -> None:
         super()._send(handed.rest, self._decoders, handed.came_ps)

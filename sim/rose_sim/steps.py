@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import isqrt
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from rose_sim.engine import Engine
@@ -30,7 +31,7 @@ class Request:
         "started_ps",
     )  # fmt: skip
 
-    def __init__(self, prompt: int, output: int, *, key: object = None, owner: object = None) -> None:
+    def __init__(self, prompt: int, output: int, *, key: object = None, owner: Any = None) -> None:
         assert prompt > 0, prompt
         assert output > 0, output
         self.prompt = prompt
@@ -77,9 +78,9 @@ class Run:
         self.steps = steps
         self.chunk = chunk
         """Prompt tokens of the head of the line in each step; 0 in a run of decodes only."""
-        self.packed: list[tuple[Request, int]] = []
+        self.packed: Sequence[tuple[Request, int]] = ()
         """Prompts that share the (single) step, with their tokens."""
-        self.end_ps = start_ps + self.total(steps)
+        self.end_ps = start_ps + steps * first + more * (steps * (steps - 1) // 2)
 
     def total(self, steps: int) -> int:
         """Duration of the first `steps` steps."""

@@ -72,8 +72,7 @@ class System:
         """An elastic engine takes `version` after a while, unless the job has gone on by then."""
         self.world.loop.after(delay_ps, self._delivered, Order(replica, version))
 
-    def _delivered(self, _now_ps: int, order: object) -> None:
-        assert isinstance(order, Order)
+    def _delivered(self, _now_ps: int, order: Order) -> None:
         if order.version >= self.world.version:
             self.arrived(order.replica, order.version)
 

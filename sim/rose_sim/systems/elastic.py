@@ -71,8 +71,7 @@ class RlBoostPlus(System):
         life_s = float(self._rng.exponential(3600 / REMOVALS_PER_HOUR))
         self.world.loop.after(ps(life_s), self._removed, Order(replica, version, mark))
 
-    def _removed(self, _now_ps: int, order: object) -> None:
-        assert isinstance(order, Order)
+    def _removed(self, _now_ps: int, order: Order) -> None:
         replica, version, mark = order
         if self._removals.get(replica) != mark or not replica.up:
             return
@@ -126,8 +125,7 @@ class LambdaRl(System):
         mark = self._marks[replica] = self._marks.get(replica, 0) + 1
         self.world.loop.after(ps(self.limit_s), self._expired, Order(replica, version, mark))
 
-    def _expired(self, _now_ps: int, order: object) -> None:
-        assert isinstance(order, Order)
+    def _expired(self, _now_ps: int, order: Order) -> None:
         replica, version, mark = order
         if self._marks.get(replica) != mark or not replica.up:
             return
