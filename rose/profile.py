@@ -19,6 +19,7 @@ import xxhash
 from rose.errors import ConfigError
 
 SCHEMA = 1
+_HINT = "measure one with `rose profile`, or leave the profile out"
 _PROC_CPUINFO = Path("/proc/cpuinfo")
 _PROC_NVIDIA = Path("/proc/driver/nvidia/gpus")
 
@@ -80,20 +81,25 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 def load(path: Path, expected: Fingerprint) -> Profile:
     """The profile in a file.  Raises ConfigError if there is none, it is damaged, or not for this host."""
-    hint = "measure one with `rose profile`, or leave the profile out"
+    profile = read(path)
+    if differences := profile.fingerprint.differences(expected):
+        raise ConfigError(f"{path} is a profile of something else: {', '.join(differences)}", _HINT)
+    return profile
+
+
+def read(path: Path) -> Profile:
+    """The profile in a file, whatever it was measured on.  Raises ConfigError as `load`."""
     try:
         profile = msgspec.json.decode(path.read_bytes(), type=Profile)
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}", hint) from None
+        raise ConfigError(f"{path}: {error.strerror}", _HINT) from None
     except (msgspec.DecodeError, msgspec.ValidationError) as error:
-        raise ConfigError(f"{path} is not a latency profile: {error}", hint) from None
+        raise ConfigError(f"{path} is not a latency profile: {error}", _HINT) from None
     if profile.schema != SCHEMA:
-        raise ConfigError(f"{path}: schema {profile.schema} is not supported", hint)
-    if differences := profile.fingerprint.differences(expected):
-        raise ConfigError(f"{path} is a profile of something else: {', '.join(differences)}", hint)
+        raise ConfigError(f"{path}: schema {profile.schema} is not supported", _HINT)
     for step in (*profile.prefill, *profile.decode):
         if step.load <= 0 or step.duration_ns <= 0:
-            raise ConfigError(f"{path}: {step} cannot be", hint)
+            raise ConfigError(f"{path}: {step} cannot be", _HINT)
     return profile
 
 

@@ -166,7 +166,7 @@ def _fit(samples: Samples, name: str) -> StepCost:
             f"{name}: {decodes.sum()} decode and {prefills.sum()} prefill steps are too few to fit",
             f"measure at least {STEPS_MIN} of each",
         )
-    base, token, attention = _prefill(alone.tokens[prefills], alone.ms[prefills])
+    base, token, attention = fit_prefill(alone.tokens[prefills], alone.ms[prefills])
     batch = _decode(alone.tokens[decodes], alone.ms[decodes])
     gap_ms = float(np.median(np.maximum(0.0, samples.gaps_ms[samples.gaps_ms < 10.0])))
     return StepCost(
@@ -180,12 +180,12 @@ def _fit(samples: Samples, name: str) -> StepCost:
     )
 
 
-def _prefill(tokens: Floats, ms: Floats) -> tuple[float, float, float]:
+def fit_prefill(tokens: Floats, times: Floats) -> tuple[float, float, float]:
     """base + token * n + attention * n^2 / 2, least squares of relative errors, none below zero."""
     from scipy.optimize import nnls  # noqa: PLC0415 (slow to import, and needed here alone)
 
     columns = np.stack([np.ones_like(tokens), tokens, tokens**2 / 2], axis=1)
-    found, _ = nnls(columns / ms[:, None], np.ones_like(ms))
+    found, _ = nnls(columns / times[:, None], np.ones_like(times))
     return float(found[0]), float(found[1]), float(found[2])
 
 

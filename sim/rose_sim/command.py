@@ -121,6 +121,10 @@ def whatif(
     rate: Annotated[float | None, typer.Option(help="Thin the trace to this mean rate, 1/s.")] = None,
     hours: Annotated[float, typer.Option(min=0.1, help="How much of the trace to simulate.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Of thinning and rollout load.")] = 1,
+    serving_profile: Annotated[
+        Path | None, typer.Option(help="Measured serving engine: of `rose profile` or `rose sim calibrate`.")
+    ] = None,
+    rollout_profile: Annotated[Path | None, typer.Option(help="Measured rollout engine.")] = None,
     json_file: Json = None,
 ) -> None:
     """Say how much rollout capacity a serving fleet can lend, and at what risk."""
@@ -139,6 +143,8 @@ def whatif(
         rate_rps=rate,
         hours=hours,
         seed=seed,
+        serving_profile=str(serving_profile or ""),
+        rollout_profile=str(rollout_profile or ""),
     )
     report = answer(question)
     if json_file is not None:

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rose_sim.calibration import Calibration
+from rose_sim.profiled import COST_MODEL, engines_of
 from rose_sim.results import Outcome
 from rose_sim.scenario import read
 from rose_sim.systems import get
@@ -35,6 +36,7 @@ def run_report(
     names = list(scenario.systems if systems is None else systems)
     for name in names:
         get(name)  # an unknown one is refused before anything runs
+    serving, rollout = engines_of(scenario)
     trace = serving_trace(scenario)
     started = time.perf_counter()
     outcomes = {name: simulate(scenario, name, slow=single_steps, trace=trace) for name in names}
@@ -42,6 +44,7 @@ def run_report(
         "schema": SCHEMA,
         "command": "sim run",
         "scenario": msgspec.to_builtins(scenario),
+        "engines": {"serving": serving.source, "rollout": rollout.source},
         "trace": {"source": trace.source, "requests": len(trace.at_ns), "notes": list(trace.notes)},
         "systems": {name: msgspec.to_builtins(outcome) for name, outcome in outcomes.items()},
         "assumptions": {name: list(get(name).assumptions) for name in names},
@@ -84,6 +87,9 @@ def show_run(report: dict[str, Any], console: Console) -> None:
             "ok" if outcome.slo_ok else "broken",
         )
     console.print(table)
+    for role, source in report["engines"].items():
+        if not source.startswith(COST_MODEL):
+            console.print(f"{role} engines as measured, {source}", soft_wrap=True)
     _footer(report, console)
 
 

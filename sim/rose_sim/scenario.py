@@ -34,6 +34,8 @@ class Serving(_Part, frozen=True, kw_only=True):
     """Time of day at which the simulation begins."""
     trace: str = "generated"
     """`generated`, or the path of a trace (see `rose_sim.traces`)."""
+    profile: str = ""
+    """Path of a measured engine (`rose profile`, `rose sim calibrate`), in place of the cost model's."""
     step_tokens_max: int = 8192
     requests_max: int = 256
     prefill_gpus: int = 0
@@ -52,6 +54,8 @@ class Rollout(_Part, frozen=True, kw_only=True):
 
     model: str
     tp: int = 1
+    profile: str = ""
+    """As `serving.profile`; engines on `mixed_gpu` keep the cost model's."""
     dedicated_gpus: int
     borrowed_gpus_max: int
     trajectories_per_gpu_max: int = 16

@@ -41,6 +41,8 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     rate_rps: float | None
     hours: float
     seed: int
+    serving_profile: str = ""
+    rollout_profile: str = ""
 
 
 def answer(question: Question) -> dict[str, Any]:
@@ -120,12 +122,14 @@ def _scenario(question: Question, rate_rps: float) -> Scenario:
             tp=question.tp,
             ttft_ms=question.ttft_ms,
             tpot_ms=question.tpot_ms,
+            profile=question.serving_profile,
             rate_rps=rate_rps,
             trace=str(question.trace),
         ),
         rollout=Rollout(
             model=question.rollout_model,
             tp=question.tp,
+            profile=question.rollout_profile,
             dedicated_gpus=question.tp,
             borrowed_gpus_max=question.gpus,
         ),

@@ -18,6 +18,7 @@ from rose_sim.gated import Gated
 from rose_sim.hardware import Gpu, gpu, model
 from rose_sim.job import AsyncJob, SyncJob
 from rose_sim.loop import PS_PER_NS, PS_PER_S, Loop, ps, stream
+from rose_sim.profiled import engines_of
 from rose_sim.recorder import Recorder
 from rose_sim.results import Outcome, collect
 from rose_sim.scenario import Scenario
@@ -45,6 +46,7 @@ class World:
         self.serving_model = model(scenario.serving.model)
         self.rollout_model = model(scenario.rollout.model)
         self.gpu = gpu(scenario.gpu)
+        self._serving, self._rollout = engines_of(scenario)
         self.dedicated: list[Replica] = []
         self.elastic: list[Replica] = []
         self.devices: list[Sharing] = []
@@ -225,7 +227,7 @@ class World:
         spec = self.scenario.serving
         return self._engine(
             f"serving-{number}",
-            step_cost(self.serving_model, self.gpu, spec.tp),
+            self._serving.cost,
             kv_tokens,
             spec.requests_max,
             spec.step_tokens_max,
@@ -239,7 +241,7 @@ class World:
         spec = self.scenario.rollout
         return self._engine(
             name,
-            step_cost(self.rollout_model, kind or self.gpu, spec.tp),
+            self._rollout_cost(kind),
             kv_tokens,
             spec.replica_cap,
             step_tokens_max,
@@ -247,6 +249,12 @@ class World:
             on_finish=self._attempt_finished,
             keep_prefixes=True,
         )
+
+    def _rollout_cost(self, kind: Gpu | None) -> StepCost:
+        """On the scenario's kind of GPU, or on another."""
+        if kind is None or kind == self.gpu:
+            return self._rollout.cost
+        return step_cost(self.rollout_model, kind, self.scenario.rollout.tp)
 
     def _engine(
         self,
