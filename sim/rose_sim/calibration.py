@@ -29,6 +29,8 @@ BESIDE_MIN = 0.5
 DECODES_MAX = 24
 """Steps of up to so many tokens are decodes (the benchmark's prompts are chunked into larger steps)."""
 STEPS_MIN = 30
+SLOW_SHARE = 0.1
+"""Steps beyond that quantile of their kind are slow."""
 SAMPLES = 256
 """Steps kept for the engines' own latency models."""
 QUANTILES = 400
@@ -41,6 +43,8 @@ class Stretch(msgspec.Struct, frozen=True):
 
     prefill: tuple[float, ...]
     decode: tuple[float, ...]
+    after: tuple[float, ...] = ()
+    """Of decode steps right after a prefill, whose caches are full of other things; empty: as `decode`."""
 
 
 class ModeFit(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,6 +61,9 @@ class ModeFit(msgspec.Struct, frozen=True, kw_only=True):
     """While the rollout engine had a step in flight on the same core."""
     rollout: Stretch
     """While serving had none."""
+    persistence: float = SLOW_SHARE
+    """Probability that a serving step is among the longest of its kind (SLOW_SHARE) when the one before was:
+    the operating system keeps an engine from its core for spells, not for single steps."""
     held: float = 1.0
     """Share of a serving step for which rollout does without the core: serving pauses within its steps."""
 
@@ -85,6 +92,8 @@ class Samples(NamedTuple):
     tokens: Floats
     ms: Floats
     beside: Floats
+    after: NDArray[np.bool_]
+    """Whether the step before was a prefill."""
     gaps_ms: Floats
     """Between steps that follow each other at once."""
 
@@ -97,7 +106,7 @@ class Samples(NamedTuple):
         return self._where(self.beside >= BESIDE_MIN)
 
     def _where(self, mask: NDArray[np.bool_]) -> Samples:
-        return Samples(self.tokens[mask], self.ms[mask], self.beside[mask], self.gaps_ms)
+        return Samples(self.tokens[mask], self.ms[mask], self.beside[mask], self.after[mask], self.gaps_ms)
 
 
 def calibrate(measured: Measured, source: Path) -> Calibration:
@@ -140,6 +149,7 @@ def _samples(runs: Sequence[MeasuredRun], *, of_rollout: bool) -> Samples:
     tokens: list[float] = []
     ms: list[float] = []
     beside: list[float] = []
+    after: list[bool] = []
     gaps: list[float] = []
     for run in runs:
         steps = run.rollout_steps if of_rollout else run.serving_steps
@@ -152,9 +162,16 @@ def _samples(runs: Sequence[MeasuredRun], *, of_rollout: bool) -> Samples:
             tokens.append(step.tokens)
             ms.append(span_ns / 1e6)
             beside.append(busy.within_ns(step.start_ns, step.end_ns) / span_ns)
+            after.append(bool(number) and steps[number - 1].tokens > DECODES_MAX)
             if number:
                 gaps.append((step.start_ns - steps[number - 1].end_ns) / 1e6)
-    return Samples(*(np.array(each, dtype=np.float64) for each in (tokens, ms, beside, gaps)))
+    return Samples(
+        np.array(tokens, dtype=np.float64),
+        np.array(ms, dtype=np.float64),
+        np.array(beside, dtype=np.float64),
+        np.array(after, dtype=np.bool_),
+        np.array(gaps, dtype=np.float64),
+    )
 
 
 def _fit(samples: Samples, name: str) -> StepCost:
@@ -237,22 +254,47 @@ def _mode(
     ways_in, ways_out = _api_ms(runs if mode != ROLLOUT_ALONE else measured.of(ALONE))
     of_serving, of_rollout = _samples(runs, of_rollout=False), _samples(runs, of_rollout=True)
     alone = _stretch(of_serving.alone(), serving, base[0])
+    shared = _stretch(of_serving.shared(), serving, alone)
+    # A gate that was closed for a prefill opens within the step after it: whether the core is shared by then
+    # cannot be told when that step begins, and depends on the mode alone.
+    after = _stretch(of_serving, serving, alone).after
     return ModeFit(
         api_in_ms=_quantiles(ways_in),
         api_out_ms=_quantiles(ways_out),
         wake_ms=_wake_ms(runs) if mode not in {ALONE, ROLLOUT_ALONE} else 0.0,
-        serving_alone=alone,
-        serving_shared=_stretch(of_serving.shared(), serving, alone),
+        serving_alone=msgspec.structs.replace(alone, after=after),
+        serving_shared=msgspec.structs.replace(shared, after=after),
         rollout=_stretch(of_rollout.alone(), rollout, base[1]),
+        persistence=_persistence(of_serving, serving),
     )
+
+
+def _persistence(samples: Samples, cost: StepCost) -> float:
+    """How often a step among the longest of its kind follows another one; SLOW_SHARE if too few were seen."""
+    fitted = np.array([predicted_ms(cost, tokens) for tokens in samples.tokens])
+    decodes, shared = samples.tokens <= DECODES_MAX, samples.beside >= BESIDE_MIN
+    shares = np.full(len(fitted), np.nan)
+    for kind in (~decodes, decodes & ~samples.after, decodes & samples.after):
+        for mask in (kind & shared, kind & (samples.beside <= 0.01)):
+            if mask.sum() >= STEPS_MIN:
+                ranks = np.argsort(np.argsort(samples.ms[mask] / fitted[mask]))
+                shares[mask] = (ranks + 0.5) / mask.sum()
+    slow = shares[:-1] > 1 - SLOW_SHARE
+    known = slow & ~np.isnan(shares[1:])
+    if known.sum() < STEPS_MIN:
+        return SLOW_SHARE
+    return round(max(SLOW_SHARE, float((shares[1:][known] > 1 - SLOW_SHARE).mean())), 3)
 
 
 def _stretch(samples: Samples, cost: StepCost, otherwise: Stretch | None = None) -> Stretch:
     """How steps differ from the fit; where too few were seen, `otherwise`."""
     found = []
-    for kind, mask in (("prefill", samples.tokens > DECODES_MAX), ("decode", samples.tokens <= DECODES_MAX)):
+    decodes = samples.tokens <= DECODES_MAX
+    kinds = (("prefill", ~decodes), ("decode", decodes & ~samples.after), ("after", decodes & samples.after))
+    for kind, mask in kinds:
         if mask.sum() < STEPS_MIN:
-            found.append((1.0,) if otherwise is None else getattr(otherwise, kind))
+            unknown = () if kind == "after" else (1.0,)
+            found.append(unknown if otherwise is None else getattr(otherwise, kind))
             continue
         fitted = np.array([predicted_ms(cost, tokens) for tokens in samples.tokens[mask]])
         found.append(_quantiles(samples.ms[mask] / fitted))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -78,8 +79,12 @@ def run(
 @app.command()
 def reproduce(
     sensitivity: Annotated[
-        bool, typer.Option("--sensitivity/--no-sensitivity", help="Vary the fitted inputs by 20%.")
-    ] = False,
+        bool,
+        typer.Option("--sensitivity/--no-sensitivity", help="Also vary the fitted inputs by 20%: minutes."),
+    ] = True,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Processes for that; default: one a core.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of load and episodes.")] = 1,
     json_file: Json = None,
     html_file: Html = None,
@@ -92,7 +97,8 @@ def reproduce(
     from rose_sim.reports import show_reproduction, write_json  # noqa: PLC0415
     from rose_sim.reproduce import reproduction  # noqa: PLC0415
 
-    report = reproduction(seed=seed, sensitivity=sensitivity)
+    with Console(highlight=False, stderr=True).status("simulating"):
+        report = reproduction(seed=seed, sensitivity=sensitivity, workers=workers or os.cpu_count() or 1)
     if json_file is not None:
         write_json(json_file, report)
     if html_file is not None:
@@ -125,11 +131,17 @@ def whatif(
         Path | None, typer.Option(help="Measured serving engine: of `rose profile` or `rose sim calibrate`.")
     ] = None,
     rollout_profile: Annotated[Path | None, typer.Option(help="Measured rollout engine.")] = None,
+    caps: Annotated[
+        str, typer.Option(help="Token caps of a rollout step to try, comma-separated.")
+    ] = "64,128,256,512,1024,2048",
+    risk: Annotated[
+        float, typer.Option(min=0, max=1, help="By how much the share of late requests may grow.")
+    ] = 0.001,
     json_file: Json = None,
 ) -> None:
     """Say how much rollout capacity a serving fleet can lend, and at what risk."""
     from rose_sim.reports import show_whatif, write_json  # noqa: PLC0415
-    from rose_sim.whatif import Question, answer  # noqa: PLC0415
+    from rose_sim.whatif import Question, answer, parse_caps  # noqa: PLC0415
 
     question = Question(
         trace=trace,
@@ -145,8 +157,12 @@ def whatif(
         seed=seed,
         serving_profile=str(serving_profile or ""),
         rollout_profile=str(rollout_profile or ""),
+        caps=parse_caps(caps),
+        risk=risk,
     )
-    report = answer(question)
+    screen = Console(highlight=False, stderr=True)
+    with screen.status("") as status:
+        report = answer(question, status.update)
     if json_file is not None:
         write_json(json_file, report)
     if str(json_file) != "-":

@@ -14,7 +14,7 @@ import numpy as np
 from rose.core.admission import AdmissionGate
 from rose.core.slo import SlackTracker, SloBudgets
 from rose.units import ms_to_ns
-from rose_sim.calibration import DECODES_MAX, Calibration, ModeFit, Stretch, predicted_ms, to_ps
+from rose_sim.calibration import DECODES_MAX, SLOW_SHARE, Calibration, ModeFit, Stretch, predicted_ms, to_ps
 from rose_sim.engine import Engine
 from rose_sim.gated import Admitting, gate_policy
 from rose_sim.loop import PS_PER_MS, PS_PER_S, Loop, stream
@@ -80,6 +80,10 @@ class Timing:
         self._found = found
         self._fit = found.modes[mode]
         self._rng = rng
+        self._prefilled = [False, False]
+        """Whether the latest step of serving, of rollout, was a prefill."""
+        self._slow = False
+        """Serving's latest step was among the longest of its kind."""
         self._own_ps = self._taken_ps = 0
         """Of serving's latest step: what it would have taken alone, and what it takes."""
         self.serving: TimedEngine | None = None
@@ -91,7 +95,7 @@ class Timing:
         shared = self.rollout.in_step or bool(self.rollout.allowed and self.rollout.load)
         stretch = self._fit.serving_shared if shared else self._fit.serving_alone
         alone_ps = to_ps(predicted_ms(self._found.serving, tokens))
-        self._taken_ps = round(alone_ps * self._drawn(stretch, tokens))
+        self._taken_ps = round(alone_ps * self._serving_stretch(self._kind(stretch, tokens, 0)))
         self._own_ps = round(min(alone_ps, self._taken_ps) * self._fit.held)
         self.rollout.delay(self._own_ps)
         return self._taken_ps + self._found.serving.overhead
@@ -100,15 +104,29 @@ class Timing:
         """Duration of a rollout step that begins now."""
         assert self.serving is not None
         alone_ps = to_ps(predicted_ms(self._found.rollout, tokens))
-        taken_ps = round(alone_ps * self._drawn(self._fit.rollout, tokens)) + self._found.rollout.overhead
+        taken_ps = alone_ps * drawn(self._rng, self._kind(self._fit.rollout, tokens, 1), 1)[0]
+        taken_ps = round(taken_ps) + self._found.rollout.overhead
         if not self.serving.in_step:
             return taken_ps
         left_ps = self.serving.step_end_ps() - self.serving.loop.now_ps
         return taken_ps + min(self._own_ps, self._own_ps * left_ps // max(1, self._taken_ps))
 
-    def _drawn(self, stretch: Stretch, tokens: int) -> float:
-        quantiles = stretch.decode if tokens <= DECODES_MAX else stretch.prefill
-        return drawn(self._rng, quantiles, 1)[0]
+    def _serving_stretch(self, quantiles: tuple[float, ...]) -> float:
+        """Slow steps come in spells; over all, each quantile is drawn as often as any other."""
+        again = self._fit.persistence
+        slow = again if self._slow else SLOW_SHARE * (1 - again) / (1 - SLOW_SHARE)
+        self._slow = self._rng.random() < slow
+        share = self._rng.random()
+        share = 1 - SLOW_SHARE * share if self._slow else (1 - SLOW_SHARE) * share
+        return quantiles[min(len(quantiles) - 1, int(share * len(quantiles)))]
+
+    def _kind(self, stretch: Stretch, tokens: int, engine: int) -> tuple[float, ...]:
+        """How steps of this kind differ."""
+        quantiles = stretch.prefill
+        if tokens <= DECODES_MAX:
+            quantiles = (stretch.after if self._prefilled[engine] else ()) or stretch.decode
+        self._prefilled[engine] = tokens > DECODES_MAX
+        return quantiles
 
 
 class Core(Admitting):

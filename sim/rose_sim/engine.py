@@ -55,6 +55,8 @@ class Engine:
         self.requests_max = requests_max
         self.load = 0
         """All requests in it, waiting or admitted."""
+        self.changes = 0
+        """Counts admissions, first tokens and ends: between two of them a batch only goes on."""
         self._on_first = on_first
         self._on_finish = on_finish
         self._single = single_steps
@@ -281,6 +283,7 @@ class Engine:
         now = self.loop.now_ps
         while self._prefilling and self._prefilling[0].prefilled == self._prefilling[0].prompt:
             request = self._prefilling.popleft()
+            self.changes += 1
             request.first_ps = now
             request.finish_step = self._step + request.output - 1
             self.decode_tokens += 1
@@ -293,6 +296,7 @@ class Engine:
         request.finished_ps = self.loop.now_ps
         request.engine = None
         self.load -= 1
+        self.changes += 1
         self.kv.release(request.key, request.reserved, request.prompt + request.output)
         self._on_finish(request, request.finished_ps)
 
@@ -300,6 +304,7 @@ class Engine:
         """Take a request out, wherever it stands.  No run may be under way."""
         request.engine = None
         self.load -= 1
+        self.changes += 1
         if request.started_ps < 0:
             self._waiting.remove(request)
             return
@@ -320,6 +325,7 @@ class Engine:
             if hit is None:
                 return
             waiting.popleft()
+            self.changes += 1
             request.reserved = request.prompt + request.output
             request.cached = min(max(hit, request.kept), request.prompt - 1)
             request.prefilled = request.cached

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from rose.core.admission import LEASE_NS_MAX, AdmissionGate
 from rose.core.memory import Cut, MemoryPolicy, MemoryReading, MemorySettings, MemoryState
-from rose.core.readings import NEVER, GateMode, GatePolicy, SlackReading
+from rose.core.readings import NEVER, GateMode, GatePolicy, GateReason, SlackReading
 from rose.core.slo import SlackTracker, SloBudgets
 from rose.units import ms_to_ns
 from rose_sim.engine import ALONE, Engine
 from rose_sim.kv import BLOCK_TOKENS
-from rose_sim.loop import PS_PER_NS, Loop
+from rose_sim.loop import PS_PER_MS, PS_PER_NS, Loop
 from rose_sim.profiles import profile_gate, profile_serving
 from rose_sim.scenario import Scenario
 from rose_sim.sharing import Sharing
@@ -40,8 +40,11 @@ class Admitting(Sharing):
         self._policy = policy
         self._valid_until_ns = NEVER
         self._timer = False
+        self._awaits_step = False
         self._opened_ps: int | None = None
         self._busy = False
+        self._changes = 0
+        """Of the serving engine's batch, when the gate was last asked for one."""
         self._told: dict[str, int] = {}
         """Output tokens of decoding serving requests that the tracker knows of."""
         self._by_slack = policy.mode == GateMode.SLACK
@@ -96,9 +99,10 @@ class Admitting(Sharing):
     # ---- inside ------------------------------------------------------------------------------------
 
     def _serving_changed(self, _now_ps: int) -> None:
-        busy = self.serving.load > 0
-        if busy != self._busy or self._by_slack:
-            self._busy = busy
+        serving = self.serving
+        busy = serving.load > 0
+        if busy != self._busy or (self._by_slack and serving.changes != self._changes):
+            self._busy, self._changes = busy, serving.changes
             self._ask(0)
 
     def _ask(self, coming: int) -> None:
@@ -120,6 +124,11 @@ class Admitting(Sharing):
         if answer.tokens and answer.valid_until_ns < NEVER and not self._timer:
             self._timer = True
             self.loop.at(answer.valid_until_ns * PS_PER_NS + PS_PER_NS, self._expired)
+        if answer.reason is GateReason.SLACK_TOO_SMALL and not self._awaits_step:
+            # Each token moves deadlines on, so that there may be slack again after the step in flight.
+            self._awaits_step = True
+            end_ps = max(self.serving.step_end_ps(), now_ps + PS_PER_MS // 10)
+            self.loop.at(end_ps + PS_PER_NS, self._step_over)
 
     def _catch_up(self, now_ns: int) -> None:
         """Tell the tracker of the tokens given since it was last asked: deadlines move with them."""
@@ -127,6 +136,12 @@ class Admitting(Sharing):
             name, done = str(request.owner), self.serving.tokens_done(request)
             self._tracker.produced(name, now_ns, done - self._told[name])
             self._told[name] = done
+
+    def _step_over(self, _now_ps: int, _: object) -> None:
+        """Ask again, if the gate is still closed beside a batch that goes on."""
+        self._awaits_step = False
+        if not self._rollout.allowed and self.serving.load:
+            self._ask(0)
 
     def _expired(self, now_ps: int, _: object) -> None:
         """An answer ran out: ask again, unless a newer one stands."""

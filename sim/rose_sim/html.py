@@ -143,6 +143,8 @@ def reproduction_page(report: dict[str, Any]) -> str:
     body = table(("figure", "target", "found", "tolerance", "kind", "", "why it misses"), rows)
     body += "<h2>Fitted inputs</h2>"
     body += table(("input", "value"), [[name, f"{value:g}"] for name, value in report["fitted"].items()])
+    body += "<h2>Assumed inputs</h2>"
+    body += table(("input", "value"), [[name, f"{value:g}"] for name, value in report["assumed"].items()])
     if report["sensitivity"]:
         body += "<h2>Sensitivity: each fitted input 20% lower and higher</h2>"
         rows = [

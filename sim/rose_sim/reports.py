@@ -104,6 +104,9 @@ def show_reproduction(report: dict[str, Any], console: Console) -> None:
     console.print("Fitted inputs, one set for each model, shared by all rows:")
     for name, value in report["fitted"].items():
         console.print(f"  {name} = {value}")
+    console.print("Assumed, as no source gives them:")
+    for name, value in report["assumed"].items():
+        console.print(f"  {name} = {value}")
     misses = [row for row in report["rows"] if not row["ok"]]
     if misses:
         console.print("Rows outside their tolerance:")
@@ -132,6 +135,20 @@ def show_whatif(report: dict[str, Any], console: Console) -> None:
         )
     console.print(table)
     slo, advice = report["slo"], report["recommended"]
+    tried = Table(
+        "token cap", "GPUs lent", "rollout tokens/s", "late", "added by lending", "KV cuts", "bound"
+    )
+    for each in report["candidates"]:
+        tried.add_row(
+            str(each["token_cap"]),
+            str(each["n_serving"]),
+            f"{each['rollout_tokens_per_s']:.0f}",
+            f"{each['late'][0]:.3%}",
+            f"{each['added'][0]:.3%} ({each['added'][1]:.3%} to {each['added'][2]:.3%})",
+            str(each["kv_cuts"]),
+            "kept" if each["meets"] else "broken",
+        )
+    console.print(tried)
     low, high = slo["broken_share_ci"]
     console.print(
         f"rollout: {report['rollout_tokens_per_s']:.0f} tokens/s\n"

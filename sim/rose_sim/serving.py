@@ -65,6 +65,8 @@ class ServingLoad:
         self._prompts = np.maximum(1, trace.prompt_tokens).tolist()
         self._outputs = np.maximum(1, trace.output_tokens).tolist()
         self._period_ps = period_ps
+        self.answered: Callable[[int, float, float], None] | None = None
+        """Told of each complete answer: when its request came (ps), TTFT and TPOT in ms (0: of one token)."""
         self._owner: dict[int, tuple[Sharing, int]] = {}
         """Of requests in flight: their device and when they came."""
         self._next()
@@ -108,9 +110,14 @@ class ServingLoad:
     def finished(self, request: Request, now_ps: int) -> None:
         """For the engines: a complete answer."""
         number: int = request.owner
+        device, came_ps = self._owner.pop(number)
+        tpot_ms = 0.0
         if request.output > 1:
-            self.tpot_ms.append((now_ps - request.first_ps) / (request.output - 1) / PS_PER_MS)
-        self._owner.pop(number)[0].finished(request)
+            tpot_ms = (now_ps - request.first_ps) / (request.output - 1) / PS_PER_MS
+            self.tpot_ms.append(tpot_ms)
+        if self.answered is not None:
+            self.answered(came_ps, (request.first_ps + API_PS // 2 - came_ps) / PS_PER_MS, tpot_ms)
+        device.finished(request)
 
     @property
     def in_flight(self) -> int:

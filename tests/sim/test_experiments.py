@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from itertools import pairwise
+
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 from rose_sim.reproduce import SCENARIOS
 from rose_sim.scenario import read
 from rose_sim.sweep import alter
@@ -19,16 +23,17 @@ def test_a_larger_budget_never_costs_rollout_in_the_mean_over_seeds() -> None:
         rl__groups="1", rl__steps="1", trajectories__turns_max="2", trajectories__response_sigma="0.3",
     )  # fmt: skip
 
-    def mean(**values: str) -> float:
-        changed = base
-        for name, value in values.items():
-            changed = alter(changed, name.replace("__", "."), value)
+    def shares(ttft_ms: int, tpot_ms: int) -> NDArray[np.float64]:
+        changed = alter(alter(base, "serving.ttft_ms", f"{ttft_ms}.0"), "serving.tpot_ms", f"{tpot_ms}.0")
         changed = msgspec.structs.replace(changed, duration_s=30.0)
         runs = [simulate(msgspec.structs.replace(changed, seed=seed), "rose") for seed in range(30)]
-        return float(np.mean([run.gate_open_share for run in runs]))
+        return np.array([run.gate_open_share for run in runs])
 
-    tight, wide = mean(serving__ttft_ms="150.0", serving__tpot_ms="15.0"), mean()
-    assert tight < wide
+    found = [shares(*budgets) for budgets in ((100, 12), (150, 15), (200, 25), (300, 60), (500, 150))]
+    for tighter, wider in pairwise(found):
+        change = wider - tighter  # of the same seed each
+        assert change.mean() > -2 * change.std(ddof=1) / math.sqrt(len(change)), found
+    assert found[-1].mean() > found[0].mean()
 
 
 def test_disaggregated_serving_hands_over_and_keeps_every_request() -> None:

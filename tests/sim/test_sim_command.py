@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -12,7 +14,10 @@ from rose_sim import reproduce as reproduction
 from rose_sim.command import app
 from rose_sim.html import reproduction_page
 from rose_sim.reports import show_reproduction
+from rose_sim.risk import Lateness, Risk
 from rose_sim.systems import SYSTEMS
+from rose_sim.whatif import Question, answer
+from rose_sim.world import World
 from typer.testing import CliRunner
 
 from rose.errors import ConfigError
@@ -115,6 +120,15 @@ def test_whatif_answers_hours_risk_and_advice(tmp_path: Path) -> None:
     assert 0 <= low <= found["slo"]["broken_share"] <= high < 0.1
     assert found["slo"]["requests"] >= 175
     assert found["recommended"]["n_serving"] == 2
+    assert [each["token_cap"] for each in found["candidates"]] == found["searched"]["token_cap"]
+    chosen = found["recommended"]["token_cap"]
+    most = max(each["rollout_tokens_per_s"] for each in found["candidates"] if each["meets"])
+    (candidate,) = [each for each in found["candidates"] if each["token_cap"] == chosen]
+    assert candidate["rollout_tokens_per_s"] >= 0.995 * most
+    assert any("requests show nothing below" in note for note in found["notes"])
+    for caps in ("0", "many", ""):
+        refused = runner.invoke(app, [*arguments, "--caps", caps])
+        assert isinstance(refused.exception, ConfigError)
     refused = runner.invoke(app, [*arguments, "--rate", "50"])
     assert isinstance(refused.exception, ConfigError)
     too_large = ["Qwen2.5-32B" if one == "Qwen2.5-7B" else one for one in arguments]
@@ -125,6 +139,46 @@ def test_whatif_answers_hours_risk_and_advice(tmp_path: Path) -> None:
     refused = runner.invoke(app, arguments)
     assert isinstance(refused.exception, ConfigError)
     assert "9000000 + 40 tokens fits no engine" in refused.exception.what
+
+
+def test_whatif_lends_less_where_lending_breaks_the_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """First by a smaller cap, then by fewer GPUs, and in the end not at all."""
+    trace = tmp_path / "azure.csv"
+    rows = "".join(f"2024-05-10 00:{at // 60:02d}:{at % 60:02d}+00:00,800,40\n" for at in range(0, 360, 2))
+    trace.write_text(f"TIMESTAMP,ContextTokens,GeneratedTokens\n{rows}")
+    harm: dict[tuple[int, int], float] = {}
+
+    def added(beside: Lateness, alone: Lateness, seed: int) -> Risk:
+        world = worlds[-1].scenario.rollout
+        high = harm.get((world.token_cap, world.borrowed_gpus_max), 0.5)
+        return Risk(high / 2, 0.0, high)
+
+    worlds: list[World] = []
+
+    class Watched(World):
+        def __init__(self, *args: Any, **more: Any) -> None:
+            super().__init__(*args, **more)
+            worlds.append(self)
+
+    monkeypatch.setattr("rose_sim.whatif.World", Watched)
+    monkeypatch.setattr("rose_sim.whatif.added_share", added)
+    question = Question(
+        trace=trace, gpus=4, gpu="H100", tp=1, serving_model="Qwen2.5-7B", rollout_model="Qwen3-8B",
+        ttft_ms=500, tpot_ms=100, rate_rps=None, hours=0.1, seed=1, caps=(128, 512), risk=0.05,
+    )  # fmt: skip
+
+    def advice() -> tuple[int, int]:
+        found = answer(question)["recommended"]
+        return found["token_cap"], found["n_serving"]
+
+    harm[128, 4] = 0.01
+    assert advice() == (128, 4)
+    harm[128, 4], harm[128, 2] = 0.2, 0.01
+    assert advice() == (128, 2)
+    harm[128, 2] = 0.2
+    assert advice()[1] == 0
 
 
 @pytest.mark.parametrize("option", ["--json", "--html", "--png"])
@@ -156,6 +210,29 @@ def test_systems_are_listed_with_their_sources() -> None:
         assert system.source in text
 
 
+def test_every_number_of_the_paper_s_scenarios_is_published_fitted_or_assumed() -> None:
+    """And which it is, is said: nothing that rows depend on goes unnamed."""
+    published = {
+        "serving.gpus", "serving.tp", "serving.ttft_ms", "serving.tpot_ms", "rollout.tp",
+        "rollout.dedicated_gpus", "rollout.borrowed_gpus_max", "rl.groups", "rl.group_size",
+        "rl.training_gpus",
+    }  # fmt: skip
+    for model in ("8b", "32b"):
+        text = (reproduction.SCENARIOS / f"paper-{model}.toml").read_text(encoding="utf-8")
+        for table, keys in tomllib.loads(text).items():
+            if not isinstance(keys, dict):
+                continue
+            numbers = {f"{table}.{key}" for key, value in keys.items() if isinstance(value, (int, float))}
+            assert numbers <= published | set(reproduction.FITTED) | set(reproduction.ASSUMED)
+
+
+def test_processes_share_the_sensitivity_without_changing_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny = reproduction.read(Path(__file__).with_name("tiny.toml"))
+    monkeypatch.setattr(reproduction, "scenario", lambda model: tiny)
+    monkeypatch.setattr(reproduction, "FITTED", ("serving.rate_rps",))
+    assert reproduction._sensitivity(1, workers=2) == reproduction._sensitivity(1, workers=1)
+
+
 def test_reproduction_marks_misses_and_fails_on_hard_ones_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """The report from a few fast runs in place of the paper's: form, not figures."""
     monkeypatch.setattr(
@@ -169,6 +246,7 @@ def test_reproduction_marks_misses_and_fails_on_hard_ones_only(monkeypatch: pyte
     assert len({row["name"] for row in report["rows"]}) == len(report["rows"])
     assert len(report["fitted"]) == 2 * len(reproduction.FITTED)
     assert {row["input"] for row in report["sensitivity"]} == set(reproduction.FITTED)
+    assert {name.partition(": ")[2] for name in report["assumed"]} > set(reproduction.ASSUMED)
     console = Console(width=200, record=True, file=None, quiet=False)
     with console.capture() as shown:
         show_reproduction(report, console)

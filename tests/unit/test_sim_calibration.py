@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 from rose_sim import calibration
 from rose_sim.command import app
-from rose_sim.coserving import predict, with_throughput
+from rose_sim.coserving import Timing, predict, with_throughput
 from rose_sim.fidelity import fidelity
 from rose_sim.loop import stream
 from rose_sim.measured import Measured, MeasuredRequest, MeasuredRun, Options, read_measured
@@ -34,8 +35,8 @@ def decode_ns(batch: int) -> int:
     return round((4.5 + 0.5 * batch) * MS)
 
 
-def serving_run(seed: int, *, requests: int = 60) -> MeasuredRun:
-    """Requests one at a time on an engine of known costs."""
+def serving_run(seed: int, *, requests: int = 60, first: int = 1) -> MeasuredRun:
+    """Requests one at a time on an engine of known costs; the first decode takes `first` times as long."""
     rng = stream(seed, "made")
     now, records, steps = 0, [], []
     for index in range(requests):
@@ -46,6 +47,7 @@ def serving_run(seed: int, *, requests: int = 60) -> MeasuredRun:
         for number in range(output):
             scheduled = 1 if number else prompt
             took = decode_ns(1) if number else prefill_ns(prompt)
+            took *= first if number == 1 else 1
             steps.append(StepRecord(len(steps), now, now + took, scheduled))
             tokens.append(now + took + WAY_OUT_NS)
             now += took + GAP_NS
@@ -170,3 +172,40 @@ def test_files_that_are_no_measurement_are_refused(tmp_path: Path) -> None:
         read_measured(path)
     with pytest.raises(ConfigError, match="is no calibration"):
         calibration.read(path)
+
+
+def test_decodes_right_after_a_prefill_are_told_apart() -> None:
+    """Short answers are made of them: without that their time per token would be predicted too short."""
+    runs = [serving_run(seed, requests=200, first=3) for seed in (1, 2)]
+    made = Measured(OPTIONS, [runs[0], rollout_run(1)])
+    fitted = with_throughput(calibration.calibrate(made, Path("made")), made)
+    times = fitted.modes["alone"].serving_alone
+    assert np.median(times.after) == pytest.approx(3 * np.median(times.decode), rel=0.02)
+    tpot_ms = [
+        (record.token_ns[-1] - record.token_ns[0]) / (record.output_tokens - 1) / 1e6
+        for record in runs[1].answered
+    ]
+    predicted = predict(fitted, runs[1], OPTIONS, 1).tpot_ms
+    assert np.median(predicted) == pytest.approx(np.median(tpot_ms), rel=0.05)
+    blind = {
+        mode: msgspec.structs.replace(fit, serving_alone=msgspec.structs.replace(fit.serving_alone, after=()))
+        for mode, fit in fitted.modes.items()
+    }
+    missed = predict(msgspec.structs.replace(fitted, modes=blind), runs[1], OPTIONS, 1).tpot_ms
+    assert np.median(missed) < 0.95 * np.median(tpot_ms)
+
+
+def test_slow_steps_come_in_spells_and_are_not_more_for_it(found: calibration.Calibration) -> None:
+    quantiles = tuple(np.arange(1, 101) / 100)
+
+    def draws(persistence: float) -> np.ndarray[Any, Any]:
+        fit = msgspec.structs.replace(found.modes["alone"], persistence=persistence)
+        timing = Timing(msgspec.structs.replace(found, modes={"alone": fit}), "alone", stream(1, "spells"))
+        return np.array([timing._serving_stretch(quantiles) for _ in range(20_000)])
+
+    for persistence in (calibration.SLOW_SHARE, 0.5):
+        values = draws(persistence)
+        slow = values > 1 - calibration.SLOW_SHARE
+        assert slow.mean() == pytest.approx(calibration.SLOW_SHARE, abs=0.015)
+        assert values.mean() == pytest.approx(np.mean(quantiles), abs=0.01)
+        assert slow[1:][slow[:-1]].mean() == pytest.approx(persistence, abs=0.05)
