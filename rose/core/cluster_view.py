@@ -96,7 +96,7 @@ class JobView(msgspec.Struct, frozen=True):
     staleness_max: int
     trajectory_staleness_max: int | None
     trajectories_stale: int
-    """Aborted as over-stale since the scheduler started."""
+    """Aborted or refused as over-stale since the scheduler started."""
     n_rl: int
     n_serving_max: int
     trajectories_per_replica_max: int

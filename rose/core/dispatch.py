@@ -135,14 +135,15 @@ class Dispatcher:
         """The job's versions changed: trajectories that are over-stale by it end, and are counted."""
         if job.versions.birth_floor is None:
             return
+        before = job.stale
         for turn in list(job.live.values()):
             if not turn.hint and (text := job.births.over_stale(turn.trajectory)):
+                job.stale += job.births.counts(turn.trajectory)
                 self._stop(turn, TRAJECTORY_STALE)
                 self._close(job, turn)
                 self._fail(turn.id, 409, TRAJECTORY_STALE, text)
-        if overdue := job.births.overdue():
-            job.stale += len(overdue)
-            text = f"{len(overdue)} trajectories began before version {job.versions.birth_floor}: aborted"
+        if aborted := job.stale - before:
+            text = f"aborted {aborted} that began before version {job.versions.birth_floor}"
             self._effects.append(Say("info", TRAJECTORY_STALE, text, job.job))
 
     def touch(self, job: JobTurns) -> None:
@@ -181,6 +182,7 @@ class Dispatcher:
             self._fail(event.turn, 404, "job_unknown", f"no job {event.job!r} is running")
             return
         if not event.hint and (text := job.births.over_stale(event.trajectory)):
+            job.stale += job.births.counts(event.trajectory)
             self._fail(event.turn, 409, TRAJECTORY_STALE, text)
             return
         wish = ANY_VERSION

@@ -27,7 +27,7 @@ class _Birth:
     turn: TurnId | None
     """The turn that began it; None if the scheduler knows from before its restart."""
     counted: bool = False
-    """As over-stale."""
+    """As aborted."""
 
 
 class Births:
@@ -79,17 +79,14 @@ class Births:
             f"{self._versions.required} and lets one lie {self._versions.trajectory_staleness_max} behind"
         )
 
-    def overdue(self) -> list[TrajectoryId]:
-        """Over-stale trajectories that have not been named by this yet."""
-        floor = self._versions.birth_floor
-        found: list[TrajectoryId] = []
-        if floor is None:
-            return found
-        for trajectory, birth in self._births.items():
-            if birth.version < floor and not birth.counted:
-                birth.counted = True
-                found.append(trajectory)
-        return found
+    def counts(self, trajectory: TrajectoryId) -> bool:
+        """Whether an abort or refusal of it is the first one: trajectories are counted, not their turns.
+
+        One that has ended, and nobody told so, grows old too; it is none that was aborted.
+        """
+        birth = self._births[trajectory]
+        first, birth.counted = not birth.counted, True
+        return first
 
     def drop(self, trajectory: TrajectoryId) -> None:
         """The trajectory is over; one of the same name is another."""

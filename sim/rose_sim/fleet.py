@@ -115,6 +115,7 @@ class Fleet:
         affinity: bool,
         hardware_affinity: bool,
         on_turn: Callable[[Turn, int], None],
+        on_stale: Callable[[Turn], None],
     ) -> None:
         self.loop = loop
         self.replicas: dict[ReplicaId, Replica] = {}
@@ -127,6 +128,8 @@ class Fleet:
         self._affinity = affinity
         self._hardware_affinity = hardware_affinity
         self._on_turn = on_turn
+        self._on_stale = on_stale
+        """Told of a turn whose trajectory was aborted as over-stale."""
         self._events: deque[ClusterEvent] = deque()
         self._stepping = False
         beat_ns = HEARTBEAT_S * NS_PER_S
@@ -152,8 +155,13 @@ class Fleet:
         offset = (len(self.replicas) * 37 % 100) * HEARTBEAT_S * PS_PER_S // 100
         self.loop.after(offset, self._beat, replica)
 
-    def submit_job(self, *, dedicated: int, borrowed: int, cap: int, staleness_max: int) -> None:
-        """The RL job asks for replicas, and may have `cap` trajectories on each."""
+    def submit_job(
+        self, *, dedicated: int, borrowed: int, cap: int, staleness_max: int, abort_stale: bool = False
+    ) -> None:
+        """The RL job asks for replicas, and may have `cap` trajectories on each.
+
+        `abort_stale`: the bound holds for trajectories too, and not for turns alone.
+        """
         self._cap, self._oldest = cap, staleness_max
         self._step(
             JobSubmitted(
@@ -163,6 +171,7 @@ class Fleet:
                 borrowed,
                 staleness_max=staleness_max,
                 trajectories_per_replica_max=cap,
+                trajectory_staleness_max=staleness_max if abort_stale else None,
             )
         )
 
@@ -286,6 +295,8 @@ class Fleet:
                 self._leased.pop(effect.replica, None)
             case TellStep() | Say():
                 pass  # nodes of the simulation obey by what they report
+            case FailTurn(code="trajectory_stale"):
+                self._on_stale(self.turns.pop(effect.turn))
             case FailTurn():
                 raise RoseError(f"simulated turn {effect.turn} failed: {effect.text}")
             case _:

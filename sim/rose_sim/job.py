@@ -115,6 +115,15 @@ class Player:
         else:
             self.loop.after(plan.env_ps + API_PS // 2, self._end, episode)
 
+    def begin_again(self, turn: Turn) -> None:
+        """For the fleet: the turn's trajectory was over-stale.  Its episode begins anew, by another name."""
+        episode: Episode = turn.owner
+        del self._live[episode.id]
+        episode.id = f"{episode.id}+"
+        episode.next_turn, episode.context = 0, episode.prompt
+        self._line.appendleft(episode)
+        self.fill()
+
     def _end(self, now_ps: int, episode: Episode) -> None:
         if episode.id in self._live:
             del self._live[episode.id]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
+from rose_sim.fleet import JOB
 from rose_sim.job import StepRecord
 from rose_sim.loop import seconds
 
@@ -63,6 +64,8 @@ class Outcome(msgspec.Struct, kw_only=True):
     """What went wrong on purpose."""
     turns: dict[str, int]
     turns_sent: int
+    trajectories_stale: int
+    """Aborted as over-stale."""
     prefix_hit_share: float
     rollout_tokens: int
     borrowed_tokens: int
@@ -93,6 +96,7 @@ def collect(world: World) -> Outcome:
     spec = scenario.serving
     gates = [device.opened_ps() for device in world.devices]
     counts = world.fleet.machine.counts()
+    job = world.fleet.machine.job_view(JOB)
     return Outcome(
         system=world.system.name,
         simulated_s=seconds(world.loop.now_ps),
@@ -115,6 +119,7 @@ def collect(world: World) -> Outcome:
         faults=dict(world.faults.counts),
         turns={name: getattr(counts, name) for name in counts.__struct_fields__},
         turns_sent=0 if world.job is None else world.job.player.turns_sent,
+        trajectories_stale=0 if job is None else job.trajectories_stale,
         prefix_hit_share=cached / (cached + computed) if cached + computed else 0.0,
         rollout_tokens=sum(engine.work().decode_tokens for engine in engines),
         borrowed_tokens=sum(replica.engine.work().decode_tokens for replica in world.elastic),

@@ -91,6 +91,10 @@ class Rl(_Part, frozen=True, kw_only=True):
     """DAPO: most trajectories generated in a step, over the batch."""
     training_gpus: int = 0
     reward_s: float = 0.01
+    staleness: int | None = None
+    """Alpha of systems whose rollout overlaps training, in versions; left out: the system's own."""
+    abort_stale: bool = False
+    """Trajectories that began on weights further back than alpha begin again, from their prompts."""
     second_share: float = 0.0
     """Share of the groups that are of the second task."""
 
@@ -189,6 +193,7 @@ class Scenario(_Part, frozen=True, kw_only=True):
             ("rl.steps", self.rl.steps >= 1),
             ("rl.train_s", self.rl.train_s >= 0),
             ("rl.demand_max", self.rl.demand_max >= 1),
+            ("rl.staleness", self.rl.staleness is None or self.rl.staleness >= 1),
             ("trajectories.turns_max", self.trajectories.turns_max >= 1),
             (
                 "trajectories.prompt_tokens",

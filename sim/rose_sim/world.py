@@ -13,7 +13,7 @@ from rose.traces import Trace, generate
 from rose_sim.costs import StepCost, step_cost
 from rose_sim.engine import Engine
 from rose_sim.faults import FaultSwarm
-from rose_sim.fleet import Fleet, Replica
+from rose_sim.fleet import Fleet, Replica, Turn
 from rose_sim.gated import Gated
 from rose_sim.hardware import Gpu, gpu, model
 from rose_sim.job import AsyncJob, SyncJob
@@ -56,6 +56,7 @@ class World:
             affinity=self.system.affinity,
             hardware_affinity=self.system.hardware_affinity,
             on_turn=self._answered,
+            on_stale=self._over_stale,
         )
         self.job = self._job() if self.system.trains else None
         self._memory = self.gpu.memory_bytes * scenario.serving.tp
@@ -154,11 +155,15 @@ class World:
         tokens = lent // self.rollout_model.kv_bytes_per_token
         return serving, self._rollout_engine(f"borrowed-{number}", tokens, step_tokens_max)
 
+    @property
+    def _staleness(self) -> int:
+        """Alpha; 0 where rollout waits for training."""
+        asked = self.scenario.rl.staleness
+        return self.system.staleness if asked is None or not self.system.staleness else asked
+
     def _job(self) -> SyncJob | AsyncJob:
-        if self.system.staleness:
-            return AsyncJob(
-                self.loop, self.fleet, self.scenario, self.system, staleness=self.system.staleness
-            )
+        if self._staleness:
+            return AsyncJob(self.loop, self.fleet, self.scenario, self.system, staleness=self._staleness)
         return SyncJob(self.loop, self.fleet, self.scenario, self.system)
 
     def _build(self) -> None:
@@ -188,7 +193,8 @@ class World:
                 dedicated=len(self.dedicated),
                 borrowed=spec.borrowed_gpus_max // spec.tp,
                 cap=spec.replica_cap,
-                staleness_max=self.system.staleness,
+                staleness_max=self._staleness,
+                abort_stale=bool(self._staleness) and self.scenario.rl.abort_stale,
             )
 
     def _dedicate(self, name: str, count: int, kind: Gpu) -> None:
@@ -302,9 +308,13 @@ class World:
     def _attempt_finished(self, request: Request, now_ps: int) -> None:
         self.fleet.finished(request, now_ps)  # a method of ours, as the fleet comes after the first engines
 
-    def _answered(self, turn: object, now_ps: int) -> None:
+    def _answered(self, turn: Turn, now_ps: int) -> None:
         assert self.job is not None
-        self.job.player.answered(turn, now_ps)  # type: ignore[arg-type]
+        self.job.player.answered(turn, now_ps)
+
+    def _over_stale(self, turn: Turn) -> None:
+        assert self.job is not None
+        self.job.player.begin_again(turn)
 
 
 def serving_trace(scenario: Scenario) -> Trace:

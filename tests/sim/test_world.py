@@ -97,6 +97,24 @@ def test_async_rollout_overlaps_training() -> None:
     assert simulate(base, "areal").throughput > simulate(base, "roll").throughput
 
 
+def test_over_stale_trajectories_begin_again_and_are_counted() -> None:
+    """The scheduler's own bound: with long episodes beside short training some lie too far back."""
+    base = small(
+        rl__steps="8", rl__train_s="1.0", trajectories__turns_max="40", trajectories__turns_sigma="1.2"
+    )
+    kept = simulate(base, "areal")
+    bound = alter(base, "rl.abort_stale", "true")
+    strict = simulate(bound, "areal")
+    loose = simulate(alter(bound, "rl.staleness", "6"), "areal")
+    assert kept.trajectories_stale == 0
+    assert strict.trajectories_stale > loose.trajectories_stale
+    for outcome in (strict, loose):
+        assert outcome.turns["failed"] == outcome.trajectories_stale
+        assert len(outcome.steps) == 8
+    assert strict.throughput < kept.throughput
+    assert simulate(bound, "roll").trajectories_stale == 0
+
+
 def test_borrowed_gpus_help_and_the_gate_keeps_the_slo() -> None:
     base = small(rl__group_size="48", serving__rate_rps="0.5")
     rose, fixed = simulate(base, "rose"), simulate(base, "roll")

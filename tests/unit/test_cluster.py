@@ -774,14 +774,16 @@ def test_an_over_stale_trajectory_is_aborted_counted_and_refused(cluster: Schedu
     (said,) = of(effects, Say)
     assert (said.code, said.text) == (
         "trajectory_stale",
-        "2 trajectories began before version 1: aborted",
+        "aborted 1 that began before version 1",
     )
     assert failed(cluster.turn("d", "old")) == [("d", 409, "trajectory_stale")]
     assert failed(cluster.turn("e", "new")) == []
     view = cluster.machine.job_view(J)
     assert view is not None
-    assert (view.trajectory_staleness_max, view.trajectories_stale) == (1, 2)
+    assert (view.trajectory_staleness_max, view.trajectories_stale) == (1, 1), "one that has ended is none"
     assert failed(cluster.step(3, 2)) == []
+    assert failed(cluster.turn("f", "old")) == [("f", 409, "trajectory_stale")]
+    assert failed(cluster.turn("g", "idle")) == [("g", 409, "trajectory_stale")]
     assert cluster.machine.job_view(J).trajectories_stale == 2, "none is counted twice"  # type: ignore[union-attr]
 
 
