@@ -181,20 +181,18 @@ class Job:
         """
         token = read_secret(token_file, "token_file") if token_file else ""
         scheduler = Scheduler(url, token, tls_ca=tls_ca)
-        scheduler.call(
-            "POST",
-            "/rose/v1/jobs",
-            {
-                "job": name,
-                "model": model,
-                "n_rl": n_rl,
-                "n_serving_max": n_serving_max,
-                "staleness_max": staleness_max,
-                "trajectories_per_replica_max": trajectories_per_replica_max,
-                "unknown_version_ok": unknown_version_ok,
-                "trajectory_staleness_max": trajectory_staleness_max,
-            },
-        )
+        terms: dict[str, Any] = {
+            "job": name,
+            "model": model,
+            "n_rl": n_rl,
+            "n_serving_max": n_serving_max,
+            "staleness_max": staleness_max,
+            "trajectories_per_replica_max": trajectories_per_replica_max,
+            "unknown_version_ok": unknown_version_ok,
+        }
+        if trajectory_staleness_max is not None:  # a scheduler of a former release knows no such bound
+            terms["trajectory_staleness_max"] = trajectory_staleness_max
+        scheduler.call("POST", "/rose/v1/jobs", terms)
         return cls(scheduler, name)
 
     def status(self) -> JobStatus:

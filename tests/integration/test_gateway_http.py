@@ -235,6 +235,14 @@ async def test_the_job_client(tmp_path: Path) -> None:
                 Job.create(made.url, "walk", model=MODEL, n_rl=2, n_serving_max=0)
                 with pytest.raises(VersionConflict):
                     Job.create(made.url, "walk", model=MODEL, n_rl=1)
+                with pytest.raises(VersionConflict):
+                    Job.create(
+                        made.url, "walk", model=MODEL, n_rl=2, n_serving_max=0, trajectory_staleness_max=1
+                    )
+                with Job.create(
+                    made.url, "aged", model=MODEL, n_rl=0, n_serving_max=1, trajectory_staleness_max=1
+                ) as aged:
+                    assert aged.status().trajectories_stale == 0
                 job.begin_step(0, 0)
                 status = job.wait_for_version(0, replicas=2, timeout_s=60)
                 assert status.rolling
