@@ -13,9 +13,10 @@ from aiohttp import web
 
 from rose.core.events import TrajectoryEnded
 from rose.units import TrajectoryId, TurnId
+from rose_daemon.scheduler import batches
 from rose_daemon.scheduler.dialects import fields, parse, whole_body
 from rose_daemon.scheduler.dispatch import Dispatcher
-from rose_daemon.scheduler.errors import Failure, Refused, bad_request, conflict, not_found
+from rose_daemon.scheduler.errors import bad_request, conflict, not_found
 from rose_daemon.scheduler.identity import Identifier, header_name, path_name
 from rose_daemon.scheduler.jobs import JobDesk
 from rose_daemon.scheduler.output import Answer
@@ -91,6 +92,8 @@ class Gateway:
                 param="model",
             )
         turn_id = header_name(http.headers, "x-rose-turn-id") or header_name(http.headers, "idempotency-key")
+        if parts := batches.split(request):
+            return await self._serve_all(http, request, parts, record, turn_id)
         if turn_id is not None and (kept := self._store.answer(record.spec.job, turn_id)) is not None:
             _require_same(request, kept.digest, turn_id)
             self._dispatcher.book.counts.replayed += 1
@@ -105,6 +108,37 @@ class Gateway:
             return await _whole(request, turn)
         finally:
             self._dispatcher.leave(turn)
+
+    async def _serve_all(
+        self,
+        http: web.Request,
+        request: Request,
+        parts: list[Request],
+        record: JobRecord,
+        turn_id: str | None,
+    ) -> web.StreamResponse:
+        """A request of several prompts."""
+        found: list[batches.Part] = []
+        turns: list[Turn] = []
+        try:
+            for number, part in enumerate(parts):
+                name = None if turn_id is None else f"{turn_id}.{number}"
+                if name is not None and (kept := self._store.answer(record.spec.job, name)) is not None:
+                    _require_same(part, kept.digest, name)
+                    self._dispatcher.book.counts.replayed += 1
+                    found.append(kept.answer)
+                    continue
+                turn = self._turn(http, part, record, name)
+                turn.readers += 1
+                turns.append(turn)
+                found.append(turn)
+            name = turn_id or uuid.uuid4().hex
+            if request.stream:
+                return await batches.show(http, request, found, name, int(time.time()))
+            return await batches.whole(request, found, name)
+        finally:
+            for turn in turns:
+                self._dispatcher.leave(turn)
 
     def _turn(self, http: web.Request, request: Request, record: JobRecord, turn_id: str | None) -> Turn:
         """The live turn of that id, or a new one."""
@@ -161,17 +195,7 @@ def _job_name(http: web.Request) -> str | None:
 async def _whole(request: Request, turn: Turn) -> web.Response:
     while turn.outcome is None:
         await turn.changed()
-    return _whole_response(request, answer_of(turn))
-
-
-def answer_of(turn: Turn) -> Answer:
-    """The outcome, if it is an answer.  Raises Refused for a failed turn."""
-    outcome = turn.outcome
-    if isinstance(outcome, Failure):
-        raise Refused(outcome)
-    # A turn is cancelled only after its last reader has left.
-    assert isinstance(outcome, Answer), f"{turn.key} ended as {outcome!r} under its reader"
-    return outcome
+    return _whole_response(request, turn.answered())
 
 
 def _whole_response(request: Request, answer: Answer) -> web.Response:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections.abc import Sequence
 
 from aiohttp import web
 
@@ -15,7 +16,7 @@ from rose_daemon.scheduler.requests import Dialect, Request
 from rose_daemon.scheduler.turns import Turn
 
 _COMMENT = b": keep-alive\n\n"
-_DONE = b"data: [DONE]\n\n"
+DONE = b"data: [DONE]\n\n"
 _UNREAD_BYTES_MAX = 1 << 16
 
 SHAPES = {
@@ -33,11 +34,10 @@ async def show(http: web.Request, request: Request, turn: Turn) -> web.StreamRes
     Nothing is sent before its first output or the first comment, so that errors until then keep their
     status.  Raises Refused for those.
     """
-    while not turn.pieces and turn.outcome is None and not turn.idle:
-        await turn.changed()
+    await begun([turn])
     if isinstance(turn.outcome, Failure) and not turn.pieces:
         raise Refused(turn.outcome)
-    response = _response(turn.turn_id, turn.replica)
+    response = head_of(turn.turn_id, turn.replica)
     # A client that left while it was written to is no error of ours; who called ends its turn.
     with contextlib.suppress(ConnectionResetError):
         await response.prepare(http)
@@ -49,6 +49,17 @@ async def show(http: web.Request, request: Request, turn: Turn) -> web.StreamRes
             await response.write(fields.event(turn.outcome.document(SHAPES[request.dialect])))
             await response.write_eof()
     return response
+
+
+async def begun(turns: Sequence[Turn]) -> None:
+    """Wait until one of the turns has output, its outcome, or a comment to be sent."""
+    while turns and not any(turn.pieces or turn.outcome is not None or turn.idle for turn in turns):
+        changes = [asyncio.create_task(turn.changed()) for turn in turns]
+        try:
+            await asyncio.wait(changes, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for change in changes:
+                change.cancel()
 
 
 class Follower:
@@ -119,7 +130,7 @@ class Follower:
 
 async def replay(http: web.Request, request: Request, answer: Answer) -> web.StreamResponse:
     """Show a finished answer as a stream."""
-    response = _response(answer.turn_id, answer.replica)
+    response = head_of(answer.turn_id, answer.replica)
     writer = chunk_writer(request, answer.turn_id, answer.model, answer.created)
     version = answer.weight_versions[-1][2] if answer.weight_versions else None
     with contextlib.suppress(ConnectionResetError):
@@ -130,7 +141,7 @@ async def replay(http: web.Request, request: Request, answer: Answer) -> web.Str
     return response
 
 
-def _response(turn_id: str, replica: str | None) -> web.StreamResponse:
+def head_of(turn_id: str, replica: str | None) -> web.StreamResponse:
     """The response before it begins; `replica` is named unless the turn waits for one still."""
     headers = {
         "Content-Type": "text/event-stream; charset=utf-8",
@@ -143,5 +154,5 @@ def _response(turn_id: str, replica: str | None) -> web.StreamResponse:
 
 
 async def _close(response: web.StreamResponse, writer: ChunkWriter, answer: Answer) -> None:
-    await response.write(writer.last(answer) + _DONE)
+    await response.write(writer.last(answer) + DONE)
     await response.write_eof()

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from rose.units import JobId, ReplicaId, TurnId, WeightVersion
-from rose_daemon.scheduler.errors import Failure
+from rose_daemon.scheduler.errors import Failure, Refused
 from rose_daemon.scheduler.output import Answer, AttemptRecord, Choice, Piece
 from rose_daemon.scheduler.requests import Request
 from rose_daemon.scheduler.tracing import UNTRACED, TurnTrace
@@ -246,6 +246,14 @@ class Turn:
             weight_versions=self.weight_versions,
             seed=self.request.body.get("seed"),
         )
+
+    def answered(self) -> Answer:
+        """The outcome, if it is an answer.  Raises Refused for a failed turn."""
+        if isinstance(self.outcome, Failure):
+            raise Refused(self.outcome)
+        # A turn is cancelled only after its last reader has left.
+        assert isinstance(self.outcome, Answer), f"{self.key} ended as {self.outcome!r} under its reader"
+        return self.outcome
 
     async def changed(self) -> None:
         """Wait for more pieces or the outcome."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -115,11 +115,11 @@ def _embeds(body: dict[str, Any]) -> list[str]:
 # ---- answers --------------------------------------------------------------------------------------
 
 
-def whole_body(answer: Answer, request: Request) -> dict[str, Any]:
-    """The body of a plain (not streamed) answer."""
+def whole_body(answer: Answer, request: Request, first: int = 0) -> dict[str, Any]:
+    """The body of a plain (not streamed) answer, whose choices are numbered from `first` on."""
     chat = answer.dialect is Dialect.CHAT
     choices = []
-    for index, choice in enumerate(answer.choices):
+    for index, choice in enumerate(answer.choices, first):
         part: dict[str, Any] = {
             "index": index,
             "finish_reason": choice.finish_reason,
@@ -149,11 +149,13 @@ class ChunkWriter:
     It carries what a stream must carry along: where in its text each choice stands (completions give the
     text offset of every logprob), and which choices are open.  The chunk that ends the last of them waits for
     the end of the turn, whose record it carries: a chunk without choices, which has room for that too, is
-    what only clients that asked for the usage expect.  `created` is in seconds since the epoch.
+    what only clients that asked for the usage expect.  `created` is in seconds since the epoch; choices are
+    numbered from `first` on.
     """
 
-    def __init__(self, request: Request, turn_id: str, model: str, created: int) -> None:
+    def __init__(self, request: Request, turn_id: str, model: str, created: int, first: int = 0) -> None:
         self._request = request
+        self._first = first
         self._chat = request.dialect is Dialect.CHAT
         kind = "chat.completion.chunk" if self._chat else "text_completion"
         self._head = _head(turn_id, request, model, created) | {"object": kind}
@@ -180,10 +182,11 @@ class ChunkWriter:
         if piece.finish_reason is not None:
             ending = b'%s,"stop_reason":%s' % (_encode(piece.finish_reason), _encode(piece.stop_reason))
         ids = b',"token_ids":' + _encode(piece.token_ids) if self._request.return_token_ids else b""
-        return self._frame % (piece.index, ending, _encode(piece.text), ids)
+        return self._frame % (self._first + piece.index, ending, _encode(piece.text), ids)
 
     def _chunk(self, piece: Piece) -> dict[str, Any]:
-        choice: dict[str, Any] = {"index": piece.index, "finish_reason": piece.finish_reason}
+        index = self._first + piece.index
+        choice: dict[str, Any] = {"index": index, "finish_reason": piece.finish_reason}
         if piece.finish_reason is not None:
             choice["stop_reason"] = piece.stop_reason
         document = dict(self._head)
@@ -204,11 +207,17 @@ class ChunkWriter:
 
     def last(self, answer: Answer) -> bytes:
         """The last chunk: the usage if asked for, and the member `rose`."""
-        if self._ending is not None:
-            document = self._chunk(self._ending)
-        else:
-            document = self._head | {"choices": [], "usage": answer.usage}
-        return fields.event(document | {"rose": answer.rose_member()})
+        record = {"rose": answer.rose_member()}
+        return self.usage(answer.usage, record) if self._ending is None else self.ending(record)
+
+    def ending(self, more: dict[str, Any]) -> bytes:
+        """The chunk that ends the last choice, with these members besides."""
+        document = self._head | {"choices": []} if self._ending is None else self._chunk(self._ending)
+        return fields.event(document | more)
+
+    def usage(self, usage: Mapping[str, Any], more: dict[str, Any]) -> bytes:
+        """The chunk without choices that tells the usage."""
+        return fields.event(self._head | {"choices": [], "usage": usage} | more)
 
 
 def _head(turn_id: str, request: Request, model: str, created: int) -> dict[str, Any]:
