@@ -68,7 +68,6 @@ BEGINS_AGAIN: list[dict[str, Any]] = [
     {"echo": True},
     {"an_option_of_tomorrow": 1},
     {"prompt_embeds": "QUJDRA==", "prompt": None},
-    {"prompt": [PROMPT, PROMPT]},
 ]
 
 
