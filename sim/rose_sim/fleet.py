@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, assert_never
 
+from rose.core import dispatch
 from rose.core.cluster import ClusterMachine, ClusterSettings
 from rose.core.effects import (
     ClusterEffect,
@@ -295,7 +296,7 @@ class Fleet:
                 self._leased.pop(effect.replica, None)
             case TellStep() | Say():
                 pass  # nodes of the simulation obey by what they report
-            case FailTurn(code="trajectory_stale"):
+            case FailTurn(code=dispatch.TRAJECTORY_STALE):
                 self._on_stale(self.turns.pop(effect.turn))
             case FailTurn():
                 raise RoseError(f"simulated turn {effect.turn} failed: {effect.text}")

@@ -17,9 +17,9 @@ from aiohttp import web
 
 from rose_daemon.scheduler.dialects import fields, openai
 from rose_daemon.scheduler.errors import Failure, Refused
-from rose_daemon.scheduler.output import Answer, replayed_pieces
+from rose_daemon.scheduler.output import Answer
 from rose_daemon.scheduler.requests import Dialect, Request
-from rose_daemon.scheduler.streams import DONE, Follower, begun, head_of
+from rose_daemon.scheduler.streams import DONE, Follower, begun, head_of, write_again
 from rose_daemon.scheduler.turns import Turn
 
 Part = Turn | Answer
@@ -112,9 +112,7 @@ class _Merged:
 
     async def _one(self, part: Part, writer: openai.ChunkWriter) -> Answer:
         if isinstance(part, Answer):
-            version = part.weight_versions[-1][2] if part.weight_versions else None
-            for piece in replayed_pieces(part):
-                await self._response.write(writer.events(piece, version))
+            await write_again(self._response, writer, part)
         else:
             await Follower(self._http, self._response, writer, part).follow()
         answer = await _settled(part)
@@ -143,11 +141,7 @@ async def _together(work: Sequence[Any]) -> list[Answer]:
 
 async def _settled(part: Part) -> Answer:
     """The answer, once it is complete.  Raises Refused for a failed turn."""
-    if isinstance(part, Answer):
-        return part
-    while part.outcome is None:
-        await part.changed()
-    return part.answered()
+    return part if isinstance(part, Answer) else await part.settled()
 
 
 def _each(request: Request, parts: Sequence[Part]) -> int:

@@ -94,18 +94,16 @@ class Gateway:
         turn_id = header_name(http.headers, "x-rose-turn-id") or header_name(http.headers, "idempotency-key")
         if parts := batches.split(request):
             return await self._serve_all(http, request, parts, record, turn_id)
-        if turn_id is not None and (kept := self._store.answer(record.spec.job, turn_id)) is not None:
-            _require_same(request, kept.digest, turn_id)
-            self._dispatcher.book.counts.replayed += 1
+        if (kept := self._kept(request, record, turn_id)) is not None:
             if request.stream:
-                return await replay(http, request, kept.answer)
-            return _whole_response(request, kept.answer)
+                return await replay(http, request, kept)
+            return _whole_response(request, kept)
         turn = self._turn(http, request, record, turn_id)
         turn.readers += 1
         try:
             if request.stream:
                 return await show(http, request, turn)
-            return await _whole(request, turn)
+            return _whole_response(request, await turn.settled())
         finally:
             self._dispatcher.leave(turn)
 
@@ -123,10 +121,8 @@ class Gateway:
         try:
             for number, part in enumerate(parts):
                 name = None if turn_id is None else f"{turn_id}.{number}"
-                if name is not None and (kept := self._store.answer(record.spec.job, name)) is not None:
-                    _require_same(part, kept.digest, name)
-                    self._dispatcher.book.counts.replayed += 1
-                    found.append(kept.answer)
+                if (kept := self._kept(part, record, name)) is not None:
+                    found.append(kept)
                     continue
                 turn = self._turn(http, part, record, name)
                 turn.readers += 1
@@ -139,6 +135,15 @@ class Gateway:
         finally:
             for turn in turns:
                 self._dispatcher.leave(turn)
+
+    def _kept(self, request: Request, record: JobRecord, turn_id: str | None) -> Answer | None:
+        """The answer that is kept of an earlier run of that turn."""
+        kept = None if turn_id is None else self._store.answer(record.spec.job, turn_id)
+        if turn_id is None or kept is None:
+            return None
+        _require_same(request, kept.digest, turn_id)
+        self._dispatcher.book.counts.replayed += 1
+        return kept.answer
 
     def _turn(self, http: web.Request, request: Request, record: JobRecord, turn_id: str | None) -> Turn:
         """The live turn of that id, or a new one."""
@@ -190,12 +195,6 @@ class Gateway:
 def _job_name(http: web.Request) -> str | None:
     """The job that a request names in its path or a header."""
     return path_name(http.match_info, "job") or header_name(http.headers, "x-rose-job")
-
-
-async def _whole(request: Request, turn: Turn) -> web.Response:
-    while turn.outcome is None:
-        await turn.changed()
-    return _whole_response(request, turn.answered())
 
 
 def _whole_response(request: Request, answer: Answer) -> web.Response:

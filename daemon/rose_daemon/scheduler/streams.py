@@ -53,13 +53,16 @@ async def show(http: web.Request, request: Request, turn: Turn) -> web.StreamRes
 
 async def begun(turns: Sequence[Turn]) -> None:
     """Wait until one of the turns has output, its outcome, or a comment to be sent."""
-    while turns and not any(turn.pieces or turn.outcome is not None or turn.idle for turn in turns):
-        changes = [asyncio.create_task(turn.changed()) for turn in turns]
-        try:
-            await asyncio.wait(changes, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for change in changes:
-                change.cancel()
+    change = asyncio.Event()
+    for turn in turns:
+        turn.listeners.append(change.set)
+    try:
+        while turns and not any(turn.pieces or turn.outcome is not None or turn.idle for turn in turns):
+            change.clear()
+            await change.wait()
+    finally:
+        for turn in turns:
+            turn.listeners.remove(change.set)
 
 
 class Follower:
@@ -132,13 +135,18 @@ async def replay(http: web.Request, request: Request, answer: Answer) -> web.Str
     """Show a finished answer as a stream."""
     response = head_of(answer.turn_id, answer.replica)
     writer = chunk_writer(request, answer.turn_id, answer.model, answer.created)
-    version = answer.weight_versions[-1][2] if answer.weight_versions else None
     with contextlib.suppress(ConnectionResetError):
         await response.prepare(http)
-        for piece in replayed_pieces(answer):
-            await response.write(writer.events(piece, version))
+        await write_again(response, writer, answer)
         await _close(response, writer, answer)
     return response
+
+
+async def write_again(response: web.StreamResponse, writer: ChunkWriter, answer: Answer) -> None:
+    """Write a finished answer, all but its last chunk."""
+    version = answer.weight_versions[-1][2] if answer.weight_versions else None
+    for piece in replayed_pieces(answer):
+        await response.write(writer.events(piece, version))
 
 
 def head_of(turn_id: str, replica: str | None) -> web.StreamResponse:

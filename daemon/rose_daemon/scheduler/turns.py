@@ -247,8 +247,10 @@ class Turn:
             seed=self.request.body.get("seed"),
         )
 
-    def answered(self) -> Answer:
-        """The outcome, if it is an answer.  Raises Refused for a failed turn."""
+    async def settled(self) -> Answer:
+        """Wait for the outcome; the answer, if it is one.  Raises Refused for a failed turn."""
+        while self.outcome is None:
+            await self.changed()
         if isinstance(self.outcome, Failure):
             raise Refused(self.outcome)
         # A turn is cancelled only after its last reader has left.
